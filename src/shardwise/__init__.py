@@ -1,0 +1,14 @@
+"""Shardwise plans, checks, simulates, compiles and runs the sharding of Flax NNX models on JAX."""
+
+from ._diff import LayoutDiff as LayoutDiff
+from ._diff import diff as diff
+from ._layout import Layout as Layout
+from ._layout import layout as layout
+from ._layout import load_layout as load_layout
+from ._leaf import Leaf as Leaf
+from ._leaf import Opinion as Opinion
+from ._mesh import mesh as mesh
+from ._rules import by_rank as by_rank
+from ._rules import replicate as replicate
+from ._strategies import fsdp as fsdp
+from ._tensor import tensor as tensor

@@ -1,0 +1,199 @@
+"""How each leaf's dims flow through a traced function: which dims are one, and what happens to them.
+
+The jaxpr is walked once. Every dim of every value is a list of factors (`_factors`); operations
+unify them. What would cost communication if a factor were split is recorded as an event and
+looked up once all is unified.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._factors import Dim, Factor, fresh, resolve, unify
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Val:
+    """An abstract value: its dims, whether it depends on the inputs, and what was summed on the way.
+
+    Attributes:
+        dims: the factors of each dim.
+        live: whether it depends on the model's inputs.
+        past: a bit for each contraction among its ancestors.
+    """
+
+    dims: list[Dim]
+    live: bool
+    past: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A sum over a dim: a contraction or a lookup. Splitting the dim costs a reduction here.
+
+    Attributes:
+        index: its bit in `Val.past`.
+        kind: `weights` (a leaf against an activation), `activations`, `leaves` or `lookup`.
+        summed: the dims that are summed over.
+        produced: the dims that the leaf's side brings to the result.
+        past: the contractions before it.
+    """
+
+    index: int
+    kind: str
+    summed: list[Dim]
+    produced: list[Dim]
+    past: int
+
+
+@dataclasses.dataclass(slots=True)
+class Group:
+    """All that happens to one factor, wherever it stands.
+
+    Attributes:
+        size: its size.
+        sites: where it is summed over.
+        broken: why it cannot be split without more communication.
+        is_input: it is a dim of the model's inputs.
+        is_output: it is a dim of the model's outputs.
+        recurs: it is produced from a sum over itself: the residual stream.
+        scanned: a loop steps along it.
+    """
+
+    size: int
+    sites: list[Site] = dataclasses.field(default_factory=list)
+    broken: list[str] = dataclasses.field(default_factory=list)
+    is_input: bool = False
+    is_output: bool = False
+    recurs: bool = False
+    scanned: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flow:
+    """The finished account: for each leaf, for each dim, its factors' groups, major first."""
+
+    leaf_groups: list[list[list[int]]]
+    groups: list[Group]
+
+
+class Tracer:
+    """Walks jaxprs and keeps the account. One instance serves one trace."""
+
+    def __init__(self) -> None:
+        """Starts an empty account."""
+        self.sites: list[Site] = []
+        self.broken: list[tuple[Dim, str]] = []
+        self.scanned: list[Dim] = []
+
+    def unknown(self, shape: Sequence[int], live: bool = False, past: int = 0) -> Val:
+        """Returns a value whose dims are no other dims."""
+        return Val([fresh(size) for size in shape], live, past)
+
+    def breaks(self, dim: Dim, why: str) -> None:
+        """Records that `dim` cannot be split for free."""
+        self.broken.append((dim, why))
+
+    def same(self, a: Dim, b: Dim, why: str) -> None:
+        """Makes two dims one, or records that they do not line up."""
+        if not unify(a, b):
+            self.breaks(a, why)
+            self.breaks(b, why)
+
+    def site(self, kind: str, summed: list[Dim], produced: list[Dim], past: int) -> int:
+        """Records a sum over dims; returns its bit."""
+        index = len(self.sites)
+        self.sites.append(Site(index, kind, summed, produced, past))
+        return 1 << index
+
+    def run(self, jaxpr: Any, consts: Sequence[Val], args: Sequence[Val]) -> list[Val]:
+        """Returns the values of the jaxpr's outputs."""
+        from ._primitives import RULES, call_jaxpr, unknown_primitive
+
+        env: dict[Any, Val] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Val:
+            if hasattr(atom, "val"):
+                return self.unknown(getattr(atom.aval, "shape", ()))
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            values = [read(atom) for atom in eqn.invars]
+            rule = RULES.get(eqn.primitive.name)
+            if rule is None:
+                inner = call_jaxpr(eqn)
+                rule = unknown_primitive if inner is None else None
+                outputs = self.call(inner, values) if rule is None else rule(self, eqn, values)
+            else:
+                outputs = rule(self, eqn, values)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def call(self, closed: Any, args: Sequence[Val]) -> list[Val]:
+        """Returns the outputs of an inner jaxpr, closed or open."""
+        jaxpr = getattr(closed, "jaxpr", closed)
+        consts = [self.unknown(getattr(c, "shape", ())) for c in getattr(closed, "consts", ())]
+        return self.run(jaxpr, consts, args)
+
+    def finish(self, leaves: Sequence[Val], inputs: Sequence[Val], outputs: Sequence[Val]) -> Flow:
+        """Returns the account by group, now that everything has been unified."""
+        ids: dict[Factor, int] = {}
+        groups: list[Group] = []
+
+        def group_ids(dim: Dim) -> list[int]:
+            found = []
+            for factor in resolve(dim):
+                if factor not in ids:
+                    ids[factor] = len(groups)
+                    groups.append(Group(factor.size))
+                found.append(ids[factor])
+            return found
+
+        leaf_groups = [[group_ids(dim) for dim in leaf.dims] for leaf in leaves]
+        past_of: dict[int, int] = defaultdict(int)
+        for site in self.sites:
+            for i in {i for dim in site.summed for i in group_ids(dim)}:
+                groups[i].sites.append(site)
+                # A table that is looked up and used again as the head is no residual stream.
+                past_of[i] |= (site.kind != "lookup") << site.index
+        for site in self.sites:
+            for i in {i for dim in site.produced for i in group_ids(dim)}:
+                if past_of[i] & (site.past | 1 << site.index):
+                    groups[i].recurs = True
+        for dim, why in self.broken:
+            for i in group_ids(dim):
+                groups[i].broken.append(why)
+        for values, mark in ((inputs, "is_input"), (outputs, "is_output")):
+            for value in values:
+                for i in {i for dim in value.dims for i in group_ids(dim)}:
+                    setattr(groups[i], mark, True)
+        for dim in self.scanned:
+            for i in group_ids(dim):
+                groups[i].scanned = True
+        return Flow(leaf_groups, groups)
+
+
+def trace_flow(function: Callable[..., Any], leaves: Any, inputs: Any) -> Flow:
+    """Returns how the leaves' dims flow through `function(leaves, inputs)`.
+
+    Args:
+        function: what to trace; called with abstract values only.
+        leaves: pytree of the arrays whose dims are followed.
+        inputs: pytree of the arrays that the values of interest depend on.
+    """
+    closed = jax.make_jaxpr(function)(leaves, inputs)
+    tracer = Tracer()
+    count = len(jax.tree.leaves(leaves))
+    values = [
+        tracer.unknown(var.aval.shape, live=i >= count)
+        for i, var in enumerate(closed.jaxpr.invars)
+    ]
+    consts = [tracer.unknown(getattr(c, "shape", ())) for c in closed.consts]
+    outputs = tracer.run(closed.jaxpr, consts, values)
+    return tracer.finish(values[:count], values[count:], outputs)

@@ -1,0 +1,82 @@
+"""Two layouts compared: what moved, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ._layout import Layout
+from ._mesh import show_mesh
+from ._spec import show_spec
+from ._table import show_bytes, show_shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayoutDiff:
+    """What differs between two layouts. It is true when anything does.
+
+    Attributes:
+        meshes: both meshes, as `data=2,model=4`.
+        added: paths that only the new layout has.
+        removed: paths that only the old layout has.
+        changed: for each path in both that differs, what it was and what it is.
+        bytes_per_device: before and after (exact).
+    """
+
+    meshes: tuple[str, str]
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: dict[str, tuple[str, str]]
+    bytes_per_device: tuple[int, int]
+
+    def __bool__(self) -> bool:
+        """Says whether anything differs."""
+        return bool(
+            self.added or self.removed or self.changed or self.meshes[0] != self.meshes[1]
+        )
+
+    def __str__(self) -> str:
+        """Returns one line for each difference."""
+        lines = []
+        if self.meshes[0] != self.meshes[1]:
+            lines.append(f"mesh {self.meshes[0]} -> {self.meshes[1]}")
+        lines += [f"- {path}" for path in self.removed]
+        lines += [f"+ {path}" for path in self.added]
+        lines += [f"~ {path}  {old} -> {new}" for path, (old, new) in self.changed.items()]
+        old, new = self.bytes_per_device
+        step = f"{'+' if new >= old else '-'}{show_bytes(abs(new - old))}"
+        lines.append(f"{show_bytes(old)} -> {show_bytes(new)} on each device ({step}, exact)")
+        return "\n".join(lines if self else ["no difference"])
+
+
+def diff(old: Layout, new: Layout) -> LayoutDiff:
+    """Returns what differs between two layouts.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0))
+        >>> mesh = sw.mesh("data=8", on="none")
+        >>> print(sw.diff(sw.layout(make, mesh, "dp"), sw.layout(make, mesh, "fsdp")))
+        ~ kernel  float32[1024,4096] P() -> float32[1024,4096] P(None, 'data')
+        16.0 MiB -> 2.0 MiB on each device (-14.0 MiB, exact)
+    """
+    for layout in (old, new):
+        if not isinstance(layout, Layout):
+            raise ValueError(
+                f"diff compares two layouts, got a {type(layout).__name__}: "
+                f"sw.load_layout reads one from a lockfile"
+            )
+    before = {leaf.path: leaf for leaf in old.leaves}
+    after = {leaf.path: leaf for leaf in new.leaves}
+    changed = {}
+    for path in before.keys() & after.keys():
+        was, now = (f"{show_shape(x)} {show_spec(x.spec)}" for x in (before[path], after[path]))
+        if was != now:
+            changed[path] = (was, now)
+    return LayoutDiff(
+        meshes=(show_mesh(old.mesh), show_mesh(new.mesh)),
+        added=tuple(p for p in after if p not in before),
+        removed=tuple(p for p in before if p not in after),
+        changed={path: changed[path] for path in before if path in changed},
+        bytes_per_device=(old.bytes_per_device, new.bytes_per_device),
+    )

@@ -1,0 +1,125 @@
+"""One array of a model's state: what it is, how it is cut, and who said so."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+from ._spec import Fault, faults, shard_shape, show_spec, ways
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opinion:
+    """What one rule said of one leaf, and why.
+
+    A rule may return an `Opinion` instead of a bare spec to say why it decided, or, with
+    `spec=None`, why it left the leaf alone.
+
+    Attributes:
+        spec: the spec it wants; None for no opinion.
+        reason: one sentence.
+        source: the rule's name; filled in by `layout`.
+        gathered: axes along which the leaf is only stored in parts and gathered before
+            use (FSDP), so that its neighbours need not match it.
+        clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
+    """
+
+    spec: P | None
+    reason: str = ""
+    source: str = ""
+    gathered: frozenset[str] = frozenset()
+    clashes: tuple[tuple[str, P], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the model's state, with its place in the layout.
+
+    Attributes:
+        path: dotted path, `layers.0.mlp.up.kernel`.
+        keys: the same path as a tuple of keys.
+        shape: global shape.
+        dtype: dtype.
+        kind: name of the variable's type, such as `Param`.
+        sizes: the mesh's axes and their sizes.
+        spec: how it is cut.
+        reason: who decided the spec, and why.
+        names: the entries of the model's own annotation, or None without one.
+        stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`).
+        trail: every rule's opinion, in order.
+        gathered: axes that FSDP put there.
+        owner: the type of the module that holds it.
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: str
+    sizes: Mapping[str, int]
+    spec: P = P()
+    reason: str = "no rule spoke: whole on every device"
+    names: tuple[Any, ...] | None = None
+    stacked: tuple[int, ...] = ()
+    trail: tuple[Opinion, ...] = ()
+    gathered: frozenset[str] = frozenset()
+    owner: str = ""
+
+    @property
+    def ndim(self) -> int:
+        """How many dims the array has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements the whole array has."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array (exact)."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Why the spec cannot be applied to this shape on this mesh; empty if it can."""
+        return faults(self.shape, self.spec, self.sizes, self.annotation_names)
+
+    @property
+    def annotation_names(self) -> frozenset[str]:
+        """The names that the model's own annotation uses."""
+        flat = (n if isinstance(n, tuple) else (n,) for n in self.names or ())
+        return frozenset(name for entry in flat for name in entry if name is not None)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of what one device holds.
+
+        Raises:
+            ValueError: the spec has faults.
+        """
+        self._require_sound()
+        return shard_shape(self.shape, self.spec, self.sizes)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of what one device holds (exact)."""
+        return math.prod(self.shard_shape) * self.dtype.itemsize
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold the same shard."""
+        self._require_sound()
+        return math.prod(self.sizes.values()) // ways(self.spec, self.sizes)
+
+    def _require_sound(self) -> None:
+        found = self.faults
+        if found:
+            raise ValueError(
+                f"{self.path}: {found[0].message} "
+                f"(shape {self.shape}, spec {show_spec(self.spec)}); {found[0].help}"
+            )

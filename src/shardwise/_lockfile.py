@@ -1,0 +1,121 @@
+"""Layouts on disk: JSON with one line for each leaf, so that a review shows what moved."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from ._leaf import Leaf
+from ._mesh import AnyMesh, mesh_types
+from ._model import show_path
+from ._spec import parse_spec, show_spec
+
+FORMAT = 1
+_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def write(path: str | os.PathLike[str], mesh: AnyMesh, leaves: Sequence[Leaf]) -> None:
+    """Writes a lockfile, whole or not at all."""
+    head = {
+        "format": FORMAT,
+        "versions": {name: metadata.version(name) for name in ("shardwise", "jax", "flax")},
+        "mesh": dict(mesh.shape),
+        "axis_types": mesh_types(mesh),
+        "total_bytes": sum(leaf.bytes for leaf in leaves),
+        "bytes_per_device": sum(leaf.bytes if leaf.faults else leaf.shard_bytes for leaf in leaves),
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]
+    text = "\n".join(["{", *lines, '  "leaves": [', ",\n".join(rows), "  ]", "}", ""])
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ValueError(f"the layout cannot be written to {target}: {error.strerror}") from error
+
+
+def read(path: str | os.PathLike[str]) -> tuple[AbstractMesh, list[Leaf]]:
+    """Returns the mesh, abstract, and the leaves of a lockfile.
+
+    Raises:
+        ValueError: it cannot be read, or is not one.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the layout {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a layout: it is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        got = data.get("format") if isinstance(data, dict) else None
+        raise ValueError(f"{path} is not a layout of format {FORMAT}: its format is {got!r}")
+    try:
+        sizes = {str(axis): int(size) for axis, size in data["mesh"].items()}
+        types = tuple(AxisType[data["axis_types"][axis]] for axis in sizes)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+        return mesh, [_leaf(row, sizes) for row in data["leaves"]]
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
+
+
+def _row(leaf: Leaf) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "path": leaf.path,
+        "kind": leaf.kind,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": show_spec(leaf.spec),
+    }
+    if not leaf.faults:
+        row |= {"shard": list(leaf.shard_shape), "copies": leaf.copies}
+    row["reason"] = leaf.reason
+    if _keys(leaf.path) != leaf.keys:
+        row["keys"] = list(leaf.keys)
+    if leaf.gathered:
+        row["gathered"] = sorted(leaf.gathered)
+    if leaf.stacked:
+        row["stacked"] = list(leaf.stacked)
+    return row
+
+
+def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
+    keys = tuple(row["keys"]) if "keys" in row else _keys(row["path"])
+    if show_path(keys) != row["path"]:
+        raise ValueError(f"path {row['path']!r} and keys {keys!r} disagree")
+    return Leaf(
+        path=row["path"],
+        keys=keys,
+        shape=tuple(int(size) for size in row["shape"]),
+        dtype=_dtype(row["dtype"]),
+        kind=row["kind"],
+        sizes=sizes,
+        spec=parse_spec(row["spec"]),
+        reason=row["reason"],
+        gathered=frozenset(row.get("gathered", ())),
+        stacked=tuple(row.get("stacked", ())),
+    )
+
+
+def _keys(path: str) -> tuple[Any, ...]:
+    return tuple(int(step) if step.isdecimal() else step for step in path.split("."))
+
+
+def _dtype(name: str) -> Any:
+    if not name.startswith("key<"):
+        return jnp.dtype(name)
+    for impl in _KEY_IMPLS:
+        dtype = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype
+        if str(dtype) == name:
+            return dtype
+    raise ValueError(f"dtype {name!r} is not known to this version of JAX")

@@ -1,0 +1,200 @@
+"""Meshes by name: of devices that are here, of virtual ones, or of none at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from ._chips import parse_target
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def mesh(
+    axes: str | Mapping[str, int],
+    on: str | Sequence[jax.Device] | None = None,
+    *,
+    explicit: bool | Sequence[str] = False,
+) -> AnyMesh:
+    """Returns a mesh with the named axes.
+
+    Args:
+        axes: `"data=2,model=4"` or `{"data": 2, "model": 4}`; one size may be -1, which
+            is inferred from the number of devices.
+        on: None for all the devices that are here; `"cpu:8"` for eight virtual CPU devices;
+            `"none"` for no devices at all (an `AbstractMesh`: arithmetic only); a chip and its
+            topology (`"v5p:4x8x8"`, `"h200:8x8"`) for chips that are not here, also an
+            `AbstractMesh`; or a sequence of devices.
+        explicit: True for axes of type Explicit, or the names of those that are; the
+            default is Auto, under which any model works unchanged.
+
+    Raises:
+        ValueError: the axes do not parse, do not fit the devices, or name none that exist.
+
+    Example:
+        >>> import shardwise as sw
+        >>> sw.mesh("data=2,model=4", on="none").shape["model"]
+        4
+        >>> sw.mesh({"data": -1}, on="cpu:8").size
+        8
+    """
+    sizes = _parse_axes(axes)
+    types = _axis_types(tuple(sizes), explicit)
+    if isinstance(on, str) and on.strip().lower() == "none":
+        if -1 in sizes.values():
+            raise ValueError(
+                f"{_show(sizes)} leaves a size to be inferred, but on='none' has no devices to "
+                f"count: give every size"
+            )
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    if isinstance(on, str) and not _is_cpu(on):
+        sizes = _fit(sizes, parse_target(on).device_count, f"on={on!r} has", ())
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    devices, have = _devices(on)
+    sizes = _fit(sizes, len(devices), have, devices)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def show_mesh(mesh: AnyMesh) -> str:
+    """Returns the axes of `mesh` as `data=2,model=4`, which `sw.mesh` reads."""
+    return _show(mesh.shape)
+
+
+def mesh_types(mesh: AnyMesh) -> dict[str, str]:
+    """Returns the type of each axis, by name: `Auto`, `Explicit` or `Manual`."""
+    return {a: t.name for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True)}
+
+
+def _show(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
+    form = "write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(axes, str):
+        for part in axes.split(","):
+            name, equals, size = part.partition("=")
+            size = size.strip()
+            if not equals or not size.removeprefix("-").isdecimal():
+                raise ValueError(f"mesh {axes!r} has {part.strip()!r} where an axis should be: {form}")
+            pairs.append((name.strip(), int(size)))
+    elif isinstance(axes, Mapping):
+        pairs = list(axes.items())
+    else:
+        raise ValueError(f"mesh axes are a {type(axes).__name__}: {form}")
+    sizes: dict[str, int] = {}
+    for name, size in pairs:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"mesh axis {name!r} is not a name: {form}")
+        if name in sizes:
+            raise ValueError(f"mesh axis {name!r} stands twice in {axes!r}: give each axis once")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(
+                f"mesh axis {name!r} has size {size!r}: give a positive number, or -1 to infer it"
+            )
+        sizes[name] = size
+    if not sizes:
+        raise ValueError(f"the mesh has no axes: {form}")
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"mesh {_show(sizes)} has more than one size -1: only one can be inferred")
+    return sizes
+
+
+def _axis_types(names: tuple[str, ...], explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
+    if isinstance(explicit, str):
+        explicit = (explicit,)
+    chosen = names if explicit is True else () if explicit is False else tuple(explicit)
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise ValueError(
+            f"explicit={explicit!r} names {unknown[0]!r}, which is not an axis of this mesh: "
+            f"its axes are {', '.join(names)}"
+        )
+    return tuple(AxisType.Explicit if name in chosen else AxisType.Auto for name in names)
+
+
+def _is_cpu(on: str) -> bool:
+    return on.strip().lower().partition(":")[0] == "cpu"
+
+
+def _devices(on: str | Sequence[jax.Device] | None) -> tuple[list[jax.Device], str]:
+    """Returns the devices that `on` names, and the words that say how many there are."""
+    if on is None:
+        devices = jax.devices()
+        return devices, f"the {devices[0].platform} backend has"
+    if not isinstance(on, str):
+        devices = list(on)
+        if not devices or not all(isinstance(d, jax.Device) for d in devices):
+            raise ValueError(
+                f"on={on!r} is not a sequence of devices: give jax.devices() or a part of it"
+            )
+        return devices, "on= has"
+    count_text = on.strip().partition(":")[2].strip()
+    if not count_text.isdecimal() or int(count_text) < 1:
+        raise ValueError(f"on={on!r} does not say how many CPU devices: write 'cpu:8'")
+    return _cpu_devices(int(count_text)), f"on={on!r} has"
+
+
+def _cpu_devices(count: int) -> list[jax.Device]:
+    # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
+    if jax.config.jax_num_cpu_devices < count:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            pass
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            f"on='cpu:{count}' needs the CPU backend, which JAX cannot start here "
+            f"(jax_platforms is {jax.config.jax_platforms!r}): add cpu to it"
+        ) from error
+    if len(devices) < count:
+        raise ValueError(
+            f"on='cpu:{count}' needs {count} CPU devices, but the backend has already started with "
+            f"{len(devices)}: call sw.mesh, or jax.config.update('jax_num_cpu_devices', {count}), "
+            f"before anything else uses JAX"
+        )
+    return devices[:count]
+
+
+def _fit(
+    sizes: dict[str, int], count: int, have: str, devices: Sequence[jax.Device]
+) -> dict[str, int]:
+    """Returns `sizes` with -1 filled in, or raises with the sizes that would fit `count`."""
+    known = math.prod(s for s in sizes.values() if s != -1)
+    if -1 in sizes.values() and count % known == 0:
+        return {a: count // known if s == -1 else s for a, s in sizes.items()}
+    if -1 not in sizes.values() and known == count:
+        return sizes
+    needs = f"a multiple of {known}" if -1 in sizes.values() else str(known)
+    fits = "; ".join(_show(dict(zip(sizes, f, strict=True))) for f in _factorisations(count, sizes))
+    help_text = f"what fits {count}: {fits}"
+    if known < count and devices and -1 not in sizes.values():
+        part = f"'cpu:{known}'" if devices[0].platform == "cpu" else f"jax.devices()[:{known}]"
+        help_text += f"; or on={part} for {known} of them"
+    raise ValueError(
+        f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}"
+    )
+
+
+def _factorisations(count: int, sizes: Mapping[str, int], most: int = 6) -> list[tuple[int, ...]]:
+    """Returns ways to write `count` as one factor per axis, nearest to `sizes` first."""
+
+    def split(rest: int, axes: int) -> list[tuple[int, ...]]:
+        if axes == 1:
+            return [(rest,)]
+        divisors = [d for d in range(1, rest + 1) if rest % d == 0]
+        return [(d, *more) for d in divisors for more in split(rest // d, axes - 1)]
+
+    wanted = list(sizes.values())
+
+    def distance(found: tuple[int, ...]) -> float:
+        return sum(abs(math.log(f / w)) for f, w in zip(found, wanted, strict=True) if w > 0)
+
+    return sorted(split(count, len(sizes)), key=distance)[:most]

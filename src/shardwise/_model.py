@@ -1,0 +1,239 @@
+"""Any NNX model as an abstract state and a list of leaves, without making an array."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
+
+from ._leaf import Leaf
+
+Model = Callable[[], nnx.Module] | nnx.Module
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AbstractModel:
+    """A model without arrays.
+
+    Attributes:
+        graphdef: its structure.
+        state: its state, every array a `jax.ShapeDtypeStruct`.
+        variables: each variable (or bare array) with its keys, in the order of the state.
+        modules: the modules that hold them, by keys.
+    """
+
+    graphdef: Any
+    state: Any
+    variables: tuple[tuple[tuple[Any, ...], Any], ...]
+    modules: Mapping[tuple[Any, ...], Any]
+
+
+def abstract_model(model: Model) -> AbstractModel:
+    """Returns `model` (a factory, a module, or an abstract module) without its arrays.
+
+    Raises:
+        ValueError: it is none of these, or the factory returns something else.
+    """
+    if isinstance(model, nnx.Module):
+        built = model
+    elif callable(model):
+        built = _build(model)
+    else:
+        raise ValueError(
+            f"the model is {model!r}, a {type(model).__name__}: "
+            f"give an nnx.Module, or a function of no arguments that returns one"
+        )
+    graphdef, state = nnx.split(built)
+    state = jax.tree.map(_shape_of, state)
+    variables = tuple((_plain_keys(path), v) for path, v in _variables(state))
+    modules: dict[tuple[Any, ...], Any] = {(): built}
+    for keys, _ in variables:
+        for depth in range(1, len(keys)):
+            if keys[:depth] not in modules:
+                modules[keys[:depth]] = _child(modules[keys[: depth - 1]], keys[depth - 1])
+    return AbstractModel(graphdef, state, variables, modules)
+
+
+def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
+    """Returns `make()`, built without eager sharding, and otherwise as the caller would get it."""
+    ambient = nnx.using_eager_sharding()
+    # Eager sharding would place each annotated variable as it is made, by names that
+    # may not be axes; the layout does the placing.
+    with nnx.use_eager_sharding(False):
+        built = make()
+    if not isinstance(built, nnx.Module):
+        raise ValueError(
+            f"the model's factory returned a {type(built).__name__}: it must return an nnx.Module"
+        )
+    if ambient:
+        _restore_eager_sharding(built)
+    return built
+
+
+def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
+    """Returns one leaf for each array, in the order of the state's pytree."""
+    found = []
+    for keys, variable in model.variables:
+        is_variable = isinstance(variable, nnx.Variable)
+        value = variable.get_value() if is_variable else variable
+        owner = model.modules.get(keys[:-1])
+        expected = _unstacked_shape(owner, keys[-1]) if keys else None
+        for inner, array in jax.tree_util.tree_leaves_with_path(value):
+            all_keys = keys + _plain_keys(inner)
+            found.append(
+                Leaf(
+                    path=show_path(all_keys),
+                    keys=all_keys,
+                    shape=tuple(array.shape),
+                    dtype=array.dtype,
+                    kind=type(variable).__name__ if is_variable else "Array",
+                    sizes=sizes,
+                    names=_annotation(variable) if is_variable and not inner else None,
+                    stacked=_extra_dims(array.shape, expected),
+                    owner=type(owner).__name__,
+                )
+            )
+    return _spread_stacks(found, known={k for k, _ in model.variables if _is_known(model, k)})
+
+
+def show_path(keys: tuple[Any, ...]) -> str:
+    """Returns the dotted path of `keys`; a key that has a dot itself is bracketed."""
+    if not keys:
+        return "(root)"
+    return ".".join(f"[{k!r}]" if isinstance(k, str) and "." in k else str(k) for k in keys)
+
+
+def sharding_rules_of(variable: Any) -> dict[str, Any]:
+    """Returns the logical rules that a variable carries itself."""
+    if not isinstance(variable, nnx.Variable):
+        return {}
+    return dict(variable.get_metadata().get("sharding_rules") or ())
+
+
+def _build(make: Callable[[], Any]) -> nnx.Module:
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needs = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
+    if needs:
+        raise ValueError(
+            f"the model's factory {getattr(make, '__name__', make)!r} needs the argument "
+            f"{needs[0]!r}: give a function of no arguments, such as lambda: Model(config, rngs=...)"
+        )
+    # A mesh that the caller has set would make eval_shape resolve names as axes.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return nnx.eval_shape(lambda: build_model(make))
+
+
+def _restore_eager_sharding(model: nnx.Module) -> None:
+    # The flag is metadata, hence part of the tree structure: left off, no tree of ours
+    # would pair with a tree of the caller's own model.
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Variable):
+            node.set_metadata("eager_sharding", True)
+
+
+def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+def _variables(state: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(
+        jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    )
+
+
+def _plain_keys(path: Any) -> tuple[Any, ...]:
+    return tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in path)
+
+
+def _child(node: Any, key: Any) -> Any:
+    if isinstance(key, str) and hasattr(node, key):
+        return getattr(node, key)
+    try:
+        return node[key]
+    except (TypeError, KeyError, IndexError):
+        return None
+
+
+def _annotation(variable: nnx.Variable) -> tuple[Any, ...] | None:
+    """Returns the entries of a variable's annotation, however it was spelled."""
+    sharding = variable.get_metadata().get("out_sharding")
+    sharding = getattr(sharding, "sharding", sharding)  # a Format holds a sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.spec
+    if sharding is None:
+        return None
+    return tuple(tuple(e) if isinstance(e, list) else e for e in sharding)
+
+
+def _unstacked_shape(owner: Any, name: Any) -> tuple[int, ...] | None:
+    """Returns the shape that Flax's own layers give `name` before any stacking."""
+    match owner, name:
+        case nnx.Linear(), "kernel":
+            return (owner.in_features, owner.out_features)
+        case nnx.LinearGeneral(), "kernel" if not owner.batch_axis:
+            return (*owner.in_features, *owner.out_features)
+        case nnx.LinearGeneral(), "bias" if not owner.batch_axis:
+            return tuple(owner.out_features)
+        case (nnx.Conv() | nnx.ConvTranspose() | nnx.Einsum()), "kernel":
+            return tuple(owner.kernel_shape)
+        case nnx.Einsum(), "bias":
+            return tuple(owner.bias_shape)
+        case (nnx.Linear() | nnx.Conv() | nnx.ConvTranspose()), "bias":
+            return (owner.out_features,)
+        case nnx.Embed(), "embedding":
+            return (owner.num_embeddings, owner.features)
+        case (nnx.LayerNorm() | nnx.RMSNorm() | nnx.BatchNorm()), (
+            "scale" | "bias" | "mean" | "var"
+        ):
+            return (owner.num_features,)
+        case nnx.GroupNorm(), ("scale" | "bias"):
+            return (owner.num_groups * owner.group_size,)
+    return None
+
+
+def _is_known(model: AbstractModel, keys: tuple[Any, ...]) -> bool:
+    return bool(keys) and _unstacked_shape(model.modules.get(keys[:-1]), keys[-1]) is not None
+
+
+def _extra_dims(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Returns the dims of `shape` that `expected` does not have, as early as can be."""
+    if expected is None or len(shape) <= len(expected):
+        return ()
+    extra: list[int] = []
+    wanted = list(expected)
+    for dim in reversed(range(len(shape))):
+        if wanted and shape[dim] == wanted[-1]:
+            wanted.pop()
+        else:
+            extra.append(dim)
+    return tuple(reversed(extra)) if not wanted else ()
+
+
+def _spread_stacks(leaves: list[Leaf], known: set[tuple[Any, ...]]) -> list[Leaf]:
+    """Marks leaves of the user's own modules as stacked where all of Flax's beside them are."""
+    stacks: dict[tuple[Any, ...], set[int | None]] = {}
+    for leaf in leaves:
+        if leaf.keys in known:
+            lead = leaf.shape[0] if leaf.stacked[:1] == (0,) else None
+            for depth in range(len(leaf.keys)):
+                stacks.setdefault(leaf.keys[:depth], set()).add(lead)
+    spread = []
+    for leaf in leaves:
+        if leaf.keys not in known and leaf.shape:
+            for depth in reversed(range(1, len(leaf.keys))):
+                near = stacks.get(leaf.keys[:depth])
+                if near is not None:
+                    if near == {leaf.shape[0]}:
+                        leaf = dataclasses.replace(leaf, stacked=(0,))
+                    break
+        spread.append(leaf)
+    return spread

@@ -1,0 +1,158 @@
+"""The optimizer's state follows its parameters: by tree structure, and dim by dim."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from ._dataflow import trace_flow
+from ._leaf import Leaf
+from ._model import show_path
+from ._spec import make_spec, padded, show_spec
+
+Keys = tuple[Any, ...]
+
+
+def optimizer_leaves(
+    leaves: Sequence[Leaf], treedef: Any, tx: Any, wrt: Any
+) -> tuple[list[Leaf], Any]:
+    """Returns the leaves of `tx.init(parameters)` and their tree structure.
+
+    A part of the state belongs to the parameter whose whole path stands in its own path: optax
+    keeps the parameters' tree inside its state. Where its shape is not the parameter's
+    (factored second moments), its dims are matched by size; where sizes leave a choice, by
+    tracing the update.
+    """
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    state = jax.tree.unflatten(treedef, shapes)
+    if not isinstance(state, nnx.State):
+        raise ValueError(
+            "a layout that was loaded from a lockfile has no variables: "
+            "make it again with sw.layout to lay out an optimizer"
+        )
+    parameters = nnx.filter_state(state, wrt)
+    abstract = jax.eval_shape(tx.init, parameters)
+    by_keys = {leaf.keys: leaf for leaf in leaves}
+    owners: dict[Keys, Leaf] = {}
+    for path, _ in jax.tree_util.tree_leaves_with_path(parameters):
+        keys = _keys(path)
+        owners[keys] = by_keys[tuple(k for k in keys if k is not _VALUE)]
+    flat, opt_treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    update: list[list[P | None]] = []
+    found = []
+    for index, (path, array) in enumerate(flat):
+        keys = _keys(path)
+        owner = _owner(keys, owners)
+        leaf = _bare(keys, array, leaves)
+        if owner is None:
+            found.append(dataclasses.replace(leaf, reason=f"optimizer: {_no_owner(array)}"))
+            continue
+        specs = _matches(owner, leaf.shape)
+        if len(specs) > 1:
+            update = update or [_specs_by_update(parameters, abstract, tx, owners)]
+            specs = [s for s in update[0][index : index + 1] if s is not None] or [P()]
+            how = "its dims were matched by tracing the update"
+        else:
+            how = "the same shape" if leaf.shape == owner.shape else "its dims matched by size"
+        spec = specs[0] if specs else P()
+        if not specs:
+            how = "no dim matches, so it is whole on every device"
+        reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
+        gathered = owner.gathered if spec != P() else frozenset()
+        found.append(dataclasses.replace(leaf, spec=spec, reason=reason, gathered=gathered))
+    return found, opt_treedef
+
+
+class _Value:
+    """Stands for the step from a variable into its value, which no path shows."""
+
+
+_VALUE = _Value()
+
+
+def _keys(path: Iterable[Any]) -> Keys:
+    keys = []
+    for key in path:
+        plain = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+        is_value = isinstance(key, jax.tree_util.GetAttrKey) and plain == "value"
+        keys.append(_VALUE if is_value else plain)
+    return tuple(keys)
+
+
+def _owner(keys: Keys, owners: Mapping[Keys, Leaf]) -> Leaf | None:
+    for start in range(len(keys)):
+        for stop in range(len(keys), start, -1):
+            if keys[start:stop] in owners:
+                return owners[keys[start:stop]]
+    return None
+
+
+def _bare(keys: Keys, array: Any, leaves: Sequence[Leaf]) -> Leaf:
+    shown = tuple(k for k in keys if k is not _VALUE)
+    sizes = leaves[0].sizes if leaves else {}
+    return Leaf(show_path(shown), shown, tuple(array.shape), array.dtype, "OptState", sizes)
+
+
+def _no_owner(array: Any) -> str:
+    return (
+        "a scalar of its own" if not array.shape else "belongs to no parameter: whole everywhere"
+    )
+
+
+def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
+    """Returns the different specs that matching dims by size allows."""
+    axes = padded(owner.spec, owner.ndim)
+    if shape == owner.shape:
+        return [owner.spec]
+    found: list[P] = []
+
+    def add(pairs: Iterable[tuple[int, int]]) -> None:
+        placed: list[tuple[str, ...]] = [()] * len(shape)
+        for mine, theirs in pairs:
+            placed[mine] = axes[theirs]
+        spec = make_spec(placed)
+        if spec not in found:
+            found.append(spec)
+
+    if len(shape) == owner.ndim:  # some dims shrunk to 1, as SM3 keeps them
+        kept = [d for d in range(len(shape)) if shape[d] == owner.shape[d]]
+        if kept:
+            add((d, d) for d in kept)
+    elif len(shape) < owner.ndim:
+        for dims in itertools.combinations(range(owner.ndim), len(shape)):
+            if all(owner.shape[d] == shape[i] for i, d in enumerate(dims)):
+                add(enumerate(dims))
+    else:
+        for dims in itertools.combinations(range(len(shape)), owner.ndim):
+            if all(shape[d] == owner.shape[i] for i, d in enumerate(dims)):
+                add((d, i) for i, d in enumerate(dims))
+    return found
+
+
+def _specs_by_update(
+    parameters: Any, state: Any, tx: Any, owners: Mapping[Keys, Leaf]
+) -> list[P | None]:
+    """Returns, for each array of the state, the spec that following its dims gives."""
+
+    def update(followed: Any, parameters: Any) -> Any:
+        gradients, state = followed
+        return tx.update(gradients, state, parameters)
+
+    flow = trace_flow(update, (parameters, state), parameters)
+    axes_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+    count = len(jax.tree.leaves(parameters))
+    for groups, owner in zip(flow.leaf_groups[:count], owners.values(), strict=True):
+        for group, axes in zip(groups, padded(owner.spec, owner.ndim), strict=True):
+            axes_of.setdefault(tuple(group), []).append(axes)
+    specs: list[P | None] = []
+    for groups in flow.leaf_groups[count:]:
+        known = [axes_of.get(tuple(group), [()]) for group in groups]
+        sure = all(len(set(axes)) == 1 for axes in known)
+        specs.append(make_spec([axes[0] for axes in known]) if sure else None)
+    return specs

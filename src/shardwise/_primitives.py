@@ -1,0 +1,364 @@
+"""What each JAX primitive does to dims: the transfer rules of `_dataflow`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._dataflow import Tracer, Val
+from ._factors import Dim, fresh, regroup
+
+Transfer = Callable[[Tracer, Any, list[Val]], list[Val]]
+RULES: dict[str, Transfer] = {}
+
+_ELEMENTWISE = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
+clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp
+exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
+min mul name ne neg nextafter not optimization_barrier or pow population_count pvary pcast
+real reduce_precision rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor mesh_cast reshard
+""".split()
+
+
+def _rule(*names: str) -> Callable[[Transfer], Transfer]:
+    def add(transfer: Transfer) -> Transfer:
+        RULES.update(dict.fromkeys(names, transfer))
+        return transfer
+
+    return add
+
+
+def _past(values: Sequence[Val]) -> tuple[bool, int]:
+    live, past = False, 0
+    for value in values:
+        live |= value.live
+        past |= value.past
+    return live, past
+
+
+def _shapes(eqn: Any) -> list[tuple[int, ...]]:
+    return [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+
+
+def call_jaxpr(eqn: Any) -> Any:
+    """Returns the inner jaxpr of a primitive that only calls it, such as jit or remat."""
+    if eqn.primitive.name in ("shard_map", "pallas_call"):
+        return None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        jaxpr = getattr(inner, "jaxpr", inner)
+        if hasattr(jaxpr, "invars"):
+            same = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+            return inner if same else None
+    return None
+
+
+def unknown_primitive(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    """Returns values that share no dim with the operands, whose dims are now broken."""
+    live, past = _past(values)
+    for value in values:
+        for dim in value.dims:
+            tracer.breaks(dim, f"it goes through {eqn.primitive.name!r}")
+    return [tracer.unknown(shape, live, past) for shape in _shapes(eqn)]
+
+
+@_rule(*_ELEMENTWISE)
+def _elementwise(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    live, past = _past(values)
+    if len(eqn.outvars) > 1:  # optimization_barrier: each operand to its own output
+        return list(values)
+    (shape,) = _shapes(eqn)
+    dims = [fresh(size) for size in shape]
+    seen = [False] * len(shape)
+    for atom, value in zip(eqn.invars, values, strict=True):
+        if len(value.dims) != len(shape):
+            continue
+        for d, size in enumerate(shape):
+            if atom.aval.shape[d] != size or size == 1:  # a dim of size 1 is broadcast
+                continue
+            if seen[d]:
+                tracer.same(dims[d], value.dims[d], "two dims that meet do not line up")
+            else:
+                dims[d], seen[d] = value.dims[d], True
+    return [Val(dims, live, past)]
+
+
+@_rule("transpose")
+def _transpose(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    (x,) = values
+    return [Val([x.dims[d] for d in eqn.params["permutation"]], x.live, x.past)]
+
+
+@_rule("reshape", "squeeze", "expand_dims")
+def _reshape(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    x, (shape,) = values[0], _shapes(eqn)
+    dims = regroup(x.dims, shape)
+    if dims is None:
+        for dim in x.dims:
+            tracer.breaks(dim, "a reshape cuts across it")
+        return [tracer.unknown(shape, x.live, x.past)]
+    return [Val(dims, x.live, x.past)]
+
+
+@_rule("broadcast_in_dim")
+def _broadcast(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    x, (shape,) = values[0], _shapes(eqn)
+    dims = [fresh(size) for size in shape]
+    for dim, to in enumerate(eqn.params["broadcast_dimensions"]):
+        if eqn.invars[0].aval.shape[dim] == shape[to]:
+            dims[to] = x.dims[dim]
+    return [Val(dims, x.live, x.past)]
+
+
+@_rule(
+    *("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"),
+    *("reduce_xor", "argmax", "argmin", "reduce"),
+)
+def _reduce(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    axes = eqn.params.get("axes", eqn.params.get("dimensions", ()))
+    live, past = _past(values)
+    outputs = []
+    for x in values[: len(eqn.outvars)]:
+        for dim in axes:
+            tracer.breaks(x.dims[dim], "it is reduced over, as a norm or a softmax does")
+        kept = [d for i, d in enumerate(x.dims) if i not in axes]
+        outputs.append(Val(kept, live, past))
+    return outputs
+
+
+@_rule("slice")
+def _slice(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    return [_window(tracer, eqn, values[0], "it is sliced")]
+
+
+@_rule("dynamic_slice")
+def _dynamic_slice(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    live, past = _past(values)
+    out = _window(tracer, eqn, values[0], "it is sliced at a position that varies")
+    return [Val(out.dims, live, past)]
+
+
+@_rule("pad")
+def _pad(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    return [_window(tracer, eqn, values[0], "it is padded")]
+
+
+@_rule("split")
+def _split(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    (x,) = values
+    axis = eqn.params["axis"]
+    tracer.breaks(x.dims[axis], "it is cut into parts")
+    return [
+        Val([fresh(s) if d == axis else x.dims[d] for d, s in enumerate(shape)], x.live, x.past)
+        for shape in _shapes(eqn)
+    ]
+
+
+def _window(tracer: Tracer, eqn: Any, x: Val, why: str) -> Val:
+    """Returns `x` with the dims whose size changes broken and replaced."""
+    before, (after,) = eqn.invars[0].aval.shape, _shapes(eqn)
+    dims: list[Dim] = []
+    for dim, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old != new:
+            tracer.breaks(x.dims[dim], why)
+        dims.append(x.dims[dim] if old == new else fresh(new))
+    return Val(dims, x.live, x.past)
+
+
+@_rule("concatenate")
+def _concatenate(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    axis = eqn.params["dimension"]
+    live, past = _past(values)
+    if len(values) == 1:
+        return [values[0]]
+    for x in values:
+        tracer.breaks(x.dims[axis], "it is concatenated with others")
+    for x in values[1:]:
+        for d, (a, b) in enumerate(zip(values[0].dims, x.dims, strict=True)):
+            if d != axis:
+                tracer.same(a, b, "two dims that meet do not line up")
+    (shape,) = _shapes(eqn)
+    dims = [fresh(s) if d == axis else values[0].dims[d] for d, s in enumerate(shape)]
+    return [Val(dims, live, past)]
+
+
+@_rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "sort")
+def _along(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    named = [eqn.params[k] for k in ("axis", "dimension", "dimensions") if k in eqn.params]
+    axes = named[0] if isinstance(named[0], tuple) else (named[0],)
+    for x in values:
+        for axis in axes:
+            tracer.breaks(x.dims[axis], f"{eqn.primitive.name!r} runs along it")
+    return [Val(x.dims, x.live, x.past) for x in values]
+
+
+@_rule("top_k")
+def _top_k(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    (x,) = values
+    tracer.breaks(x.dims[-1], "'top_k' runs along it")
+    return [Val([*x.dims[:-1], fresh(s[-1])], x.live, x.past) for s in _shapes(eqn)]
+
+
+@_rule("iota", "rng_bit_generator", "random_seed", "random_bits", "random_wrap", "random_unwrap")
+@_rule("random_fold_in", "random_split", "random_clone", "random_gamma", "threefry2x32")
+def _source(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    return [tracer.unknown(shape) for shape in _shapes(eqn)]
+
+
+@_rule("dot_general")
+def _dot(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    lhs, rhs = values
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    for a, b in [*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)]:
+        tracer.same(lhs.dims[a], rhs.dims[b], "two contracted dims do not line up")
+    left = [d for i, d in enumerate(lhs.dims) if i not in (*lc, *lb)]
+    right = [d for i, d in enumerate(rhs.dims) if i not in (*rc, *rb)]
+    past = lhs.past | rhs.past
+    if lhs.live and rhs.live:
+        kind, produced = "activations", []
+    elif lhs.live or rhs.live:
+        kind, produced = "weights", right if lhs.live else left
+    else:
+        kind, produced = "leaves", []
+    past |= tracer.site(kind, [lhs.dims[d] for d in lc], produced, past)
+    batch = [lhs.dims[d] for d in lb]
+    return [Val([*batch, *left, *right], lhs.live or rhs.live, past)]
+
+
+@_rule("conv_general_dilated")
+def _conv(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    lhs, rhs = values
+    numbers = eqn.params["dimension_numbers"]
+    lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    (shape,) = _shapes(eqn)
+    channels, kernel_in, kernel_out = lhs.dims[lhs_spec[1]], rhs.dims[rhs_spec[1]], rhs.dims[rhs_spec[0]]
+    grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
+    past = lhs.past | rhs.past
+    if grouped:
+        for dim in (channels, kernel_in, kernel_out):
+            tracer.breaks(dim, "a grouped convolution mixes it by groups")
+    else:
+        tracer.same(channels, kernel_in, "the channels of a convolution do not line up")
+        kind = "weights" if lhs.live != rhs.live else "activations" if lhs.live else "leaves"
+        past |= tracer.site(kind, [channels], [kernel_out], past)
+    dims = [fresh(size) for size in shape]
+    dims[out_spec[0]] = lhs.dims[lhs_spec[0]]
+    if not grouped:
+        dims[out_spec[1]] = kernel_out
+    for spec, x in ((lhs_spec, lhs), (rhs_spec, rhs)):
+        for d in spec[2:]:
+            tracer.breaks(x.dims[d], "a convolution slides along it")
+    return [Val(dims, lhs.live or rhs.live, past)]
+
+
+@_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
+def _pool(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    live, past = _past(values)
+    outputs = []
+    for x, shape in zip(values, _shapes(eqn), strict=False):
+        dims: list[Dim] = []
+        for d, window in enumerate(eqn.params["window_dimensions"]):
+            if window == 1 and x.dims[d] and shape[d] == eqn.invars[0].aval.shape[d]:
+                dims.append(x.dims[d])
+            else:
+                tracer.breaks(x.dims[d], "a window slides along it")
+                dims.append(fresh(shape[d]))
+        outputs.append(Val(dims, live, past))
+    return outputs
+
+
+@_rule("gather")
+def _gather(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    operand, indices = values
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    (shape,) = _shapes(eqn)
+    live, past = _past(values)
+    batching = tuple(numbers.operand_batching_dims)
+    dims = [fresh(size) for size in shape]
+    index_dims = iter(indices.dims[:-1])
+    for d in range(len(shape)):
+        if d not in numbers.offset_dims:
+            dims[d] = next(index_dims)
+    for d, other in zip(batching, numbers.start_indices_batching_dims, strict=True):
+        tracer.same(operand.dims[d], indices.dims[other], "two batch dims do not line up")
+    offsets = iter(numbers.offset_dims)
+    kept: list[Dim] = []
+    looked_up: list[Dim] = []
+    for d, dim in enumerate(operand.dims):
+        if d in batching:
+            continue
+        if d in numbers.collapsed_slice_dims:
+            looked_up.append(dim)
+            continue
+        to = next(offsets)
+        if sizes[d] == eqn.invars[0].aval.shape[d]:
+            dims[to] = dim
+            kept.append(dim)
+        else:
+            tracer.breaks(dim, "it is sliced at positions that vary")
+    if operand.live or not indices.live:
+        for dim in looked_up:
+            tracer.breaks(dim, "it is indexed")
+    elif looked_up:
+        past |= tracer.site("lookup", looked_up, kept, past)
+    return [Val(dims, live, past)]
+
+
+@_rule("dynamic_update_slice")
+def _update_slice(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    operand, update = values[0], values[1]
+    for d, (old, new) in enumerate(
+        zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
+    ):
+        if old == new:
+            tracer.same(operand.dims[d], update.dims[d], "two dims that meet do not line up")
+        else:
+            tracer.breaks(operand.dims[d], "a part of it is overwritten")
+            tracer.breaks(update.dims[d], "it overwrites a part of another dim")
+    live, past = _past(values)
+    return [Val(operand.dims, live, past)]
+
+
+@_rule("scan")
+def _scan(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    head, carry = values[:consts], values[consts : consts + carries]
+    scanned = values[consts + carries :]
+    for x in scanned:
+        tracer.scanned.append(x.dims[0])
+    inner = [Val(x.dims[1:], x.live, x.past) for x in scanned]
+    outputs = tracer.call(eqn.params["jaxpr"], [*head, *carry, *inner])
+    _tie(tracer, carry, outputs[:carries])
+    live = [Val(x.dims, x.live or y.live, x.past | y.past) for x, y in zip(outputs, carry, strict=False)]
+    stacked = [Val([fresh(eqn.params["length"]), *y.dims], y.live, y.past) for y in outputs[carries:]]
+    for y in stacked:
+        tracer.scanned.append(y.dims[0])
+    return [*live, *stacked]
+
+
+@_rule("while")
+def _while(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = values[cond + body :]
+    outputs = tracer.call(eqn.params["body_jaxpr"], [*values[cond : cond + body], *carry])
+    _tie(tracer, carry, outputs)
+    return outputs
+
+
+@_rule("cond")
+def _cond(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    branches = [tracer.call(branch, values[1:]) for branch in eqn.params["branches"]]
+    for other in branches[1:]:
+        _tie(tracer, branches[0], other)
+    merged = []
+    for results in zip(*branches, strict=True):
+        live, past = _past([*results, values[0]])
+        merged.append(Val(results[0].dims, live, past))
+    return merged
+
+
+def _tie(tracer: Tracer, before: Sequence[Val], after: Sequence[Val]) -> None:
+    for x, y in zip(before, after, strict=True):
+        for a, b in zip(x.dims, y.dims, strict=True):
+            tracer.same(a, b, "a loop's carry changes its factors")

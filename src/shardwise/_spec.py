@@ -1,0 +1,235 @@
+"""Arithmetic on PartitionSpecs: what a spec does to a shape on a mesh, and what is wrong with it.
+
+Nothing here builds a `NamedSharding`: a wrong spec must be described, not raised upon.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fault:
+    """One reason why a spec cannot be applied, under a finding's permanent code."""
+
+    code: str
+    message: str
+    help: str
+
+
+def dim_axes(entry: Any) -> Axes:
+    """Returns the axes that one entry of a spec names, major first."""
+    if entry is None:
+        return ()
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry)
+
+
+def spec_axes(spec: P) -> list[Axes]:
+    """Returns the axes of each entry of `spec`."""
+    return [dim_axes(entry) for entry in spec]
+
+
+def make_spec(axes: Iterable[Axes]) -> P:
+    """Returns the spec with these axes for each dim, without trailing Nones."""
+    entries: list[Any] = [a[0] if len(a) == 1 else (a or None) for a in axes]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def padded(spec: P, ndim: int) -> list[Axes]:
+    """Returns the axes of each of `ndim` dims; entries beyond them are kept."""
+    axes = spec_axes(spec)
+    return axes + [()] * (ndim - len(axes))
+
+
+def show_spec(spec: P) -> str:
+    """Returns `spec` as it is written in source: `P(None, 'model')`."""
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def parse_spec(text: str) -> P:
+    """Returns the spec written as `P(None, 'model')`; the inverse of `show_spec`.
+
+    Raises:
+        ValueError: the text is not such a spec.
+    """
+    wanted = f"{text!r} is not a spec: write it as P(None, 'model') or P(('data', 'model'))"
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError(wanted)
+        if call.func.id not in ("P", "PartitionSpec") or call.keywords:
+            raise ValueError(wanted)
+        spec = P(*(ast.literal_eval(argument) for argument in call.args))
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise ValueError(wanted) from error
+    require_spec(spec, text)
+    return spec
+
+
+def require_spec(value: Any, source: str) -> P:
+    """Returns `value` if it is a spec of names, Nones and tuples of names.
+
+    Raises:
+        ValueError: it is something else; `source` says who gave it.
+    """
+    if not isinstance(value, P):
+        raise ValueError(
+            f"{source} gave {value!r}, which is a {type(value).__name__}: "
+            f"a rule gives a PartitionSpec, or None for no opinion"
+        )
+    for entry in value:
+        plain = entry is None or isinstance(entry, str)
+        if not plain and not (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry)):
+            raise ValueError(
+                f"{source} gave {show_spec(value)}, whose entry {entry!r} is neither None, "
+                f"an axis name, nor a tuple of axis names"
+            )
+    return value
+
+
+def faults(
+    shape: Sequence[int],
+    spec: P,
+    sizes: Mapping[str, int],
+    names: frozenset[str] = frozenset(),
+) -> list[Fault]:
+    """Returns every reason why JAX would refuse `spec` for `shape` on a mesh of `sizes`.
+
+    Args:
+        shape: the array's shape.
+        spec: the spec to judge.
+        sizes: the mesh's axes and their sizes.
+        names: logical names that the model's annotation left in the spec, so that an
+            unresolved name is told from a mistyped axis.
+    """
+    found: list[Fault] = []
+    axes = spec_axes(spec)
+    mesh_axes = ", ".join(sizes)
+    for axis in dict.fromkeys(itertools.chain(*axes)):
+        if axis in sizes:
+            continue
+        if axis in names:
+            found.append(
+                Fault(
+                    "SW109",
+                    f"name {axis!r} of the annotation resolves to no axis of the mesh ({mesh_axes})",
+                    f"say where it goes: sw.layout(..., logical={{{axis!r}: {_first(sizes)!r}}}), "
+                    f"or {{{axis!r}: None}} to leave it whole",
+                )
+            )
+        else:
+            found.append(
+                Fault(
+                    "SW101",
+                    f"axis {axis!r} is not on the mesh",
+                    _nearest(axis, sizes) or f"the mesh has {mesh_axes}",
+                )
+            )
+    dims_of: dict[str, list[int]] = {}
+    for dim, entry in enumerate(axes):
+        for axis in entry:
+            dims_of.setdefault(axis, []).append(dim)
+    for axis, dims in dims_of.items():
+        if len(dims) > 1:
+            where = " and ".join(f"dim {d}" for d in dims)
+            found.append(
+                Fault(
+                    "SW102",
+                    f"axis {axis!r} is used {len(dims)} times, for {where}",
+                    "an axis splits one dim once: drop all but one of them",
+                )
+            )
+    if len(axes) > len(shape):
+        found.append(
+            Fault(
+                "SW103",
+                f"the spec has {len(axes)} entries but the array has {len(shape)} dims",
+                f"give at most {len(shape)} entries"
+                if shape
+                else "a scalar cannot be split: use P()",
+            )
+        )
+    for dim, (size, entry) in enumerate(zip(shape, axes, strict=False)):
+        ways = math.prod(sizes.get(axis, 1) for axis in entry)
+        if size % ways:
+            over = " x ".join(repr(axis) for axis in entry)
+            word = "axis" if len(entry) == 1 else "axes"
+            found.append(
+                Fault(
+                    "SW104",
+                    f"dim {dim} (size {size}) cannot be split {ways} ways over {word} {over}",
+                    _divides(shape, axes, sizes),
+                )
+            )
+    return found
+
+
+def ways(spec: P, sizes: Mapping[str, int]) -> int:
+    """Returns into how many different shards `spec` cuts an array."""
+    return math.prod(sizes[axis] for axis in itertools.chain(*spec_axes(spec)))
+
+
+def shard_shape(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of one shard; `spec` must have no faults."""
+    axes = padded(spec, len(shape))
+    return tuple(
+        size // math.prod(sizes[axis] for axis in entry)
+        for size, entry in zip(shape, axes, strict=True)
+    )
+
+
+def divisible_dims(
+    shape: Sequence[int], taken: Sequence[Axes], ways: int, *, skip: Iterable[int] = ()
+) -> list[int]:
+    """Returns the dims that are free and divide `ways` ways, largest first."""
+    skipped = set(skip)
+    dims = [
+        d
+        for d, size in enumerate(shape)
+        if d not in skipped and size >= ways and size % ways == 0 and not taken[d]
+    ]
+    return sorted(dims, key=lambda d: -shape[d])
+
+
+def _divides(shape: Sequence[int], axes: Sequence[Axes], sizes: Mapping[str, int]) -> str:
+    """Returns help that names a spec of the same axes which divides, if one exists."""
+    flat = [entry for entry in axes if entry]
+    if len(flat) <= len(shape) <= 6 and all(a in sizes for e in flat for a in e):
+        for dims in itertools.permutations(range(len(shape)), len(flat)):
+            placed: list[Axes] = [()] * len(shape)
+            for dim, entry in zip(dims, flat, strict=True):
+                placed[dim] = entry
+            split = [math.prod(sizes[a] for a in entry) for entry in placed]
+            if all(size % by == 0 for size, by in zip(shape, split, strict=True)):
+                entries = [e[0] if len(e) == 1 else (e or None) for e in placed]
+                return f"{show_spec(P(*entries))} divides evenly"
+    for dim, (size, entry) in enumerate(zip(shape, axes, strict=False)):
+        by = math.prod(sizes.get(a, 1) for a in entry)
+        if size % by:
+            rounded = -(-size // by) * by
+            return f"no order of these axes divides {tuple(shape)}; pad dim {dim} to {rounded}, or leave it whole"
+    return ""
+
+
+def _first(sizes: Mapping[str, int]) -> str:
+    return list(sizes)[-1]
+
+
+def _nearest(axis: str, sizes: Mapping[str, int]) -> str | None:
+    import difflib
+
+    near = difflib.get_close_matches(axis, list(sizes), n=1)
+    return f"did you mean {near[0]!r}? the mesh has {', '.join(sizes)}" if near else None

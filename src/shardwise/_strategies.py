@@ -1,0 +1,151 @@
+"""Strategies by name, and FSDP."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._leaf import Leaf, Opinion
+from ._rules import Rule, Rules, Scene, patterns, replicate
+from ._spec import divisible_dims, make_spec, padded
+from ._tensor import tensor
+
+MIN_BYTES = 2**20
+
+FSDP_AXES = ("fsdp", "data")
+TENSOR_AXES = ("tensor", "tp", "model")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fsdp:
+    """Fully sharded data parallelism; see `fsdp`."""
+
+    axes: tuple[str, ...]
+    min_bytes: int
+
+    def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
+        """Returns the rule, once the axes are known to be on the mesh."""
+        require_axes(self.axes, scene.sizes, "fsdp")
+        ways = math.prod(scene.sizes[axis] for axis in self.axes)
+        return lambda leaf: self._pick(leaf, ways)
+
+    def _pick(self, leaf: Leaf, ways: int) -> Opinion:
+        if leaf.faults:
+            return Opinion(None, "an earlier rule's spec does not fit the leaf")
+        taken = padded(leaf.spec, leaf.ndim)
+        already = [a for entry in taken for a in entry if a in self.axes]
+        if already:
+            return Opinion(None, f"an earlier rule already uses axis {already[0]!r}")
+        if leaf.shard_bytes < self.min_bytes:
+            return Opinion(
+                None, f"{leaf.shard_bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
+            )
+        dims = divisible_dims(leaf.shape, taken, ways, skip=leaf.stacked)
+        if not dims:
+            return Opinion(None, f"no free dim of {leaf.shape} divides {ways} ways")
+        taken[dims[0]] = self.axes
+        return Opinion(
+            make_spec(taken),
+            f"dim {dims[0]} (size {leaf.shape[dims[0]]}) is the largest free dim that divides {ways} ways",
+            gathered=frozenset(self.axes),
+        )
+
+    def __str__(self) -> str:
+        """Returns it as it was written."""
+        return f"fsdp({', '.join(map(repr, self.axes))})"
+
+
+def fsdp(*axes: str, min_bytes: int = MIN_BYTES) -> Fsdp:
+    """Returns the strategy that splits each leaf's storage over `axes` (FSDP, ZeRO-3).
+
+    The largest dim that is free, divides, and is not a stack of layers is split; a dim
+    that another rule took is never touched.
+
+    Args:
+        *axes: one axis of the mesh or several, which then split the dim together.
+        min_bytes: a leaf of which one device would hold fewer bytes is left whole.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="none"), sw.fsdp("data"))
+        >>> layout["kernel"].shard_shape, layout["bias"].shard_shape
+        ((1024, 512), (4096,))
+    """
+    flat = tuple(a for axis in axes for a in ((axis,) if isinstance(axis, str) else axis))
+    if not flat or not all(isinstance(a, str) for a in flat) or len(set(flat)) != len(flat):
+        raise ValueError(f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names")
+    if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
+        raise ValueError(f"fsdp has min_bytes={min_bytes!r}: give a number of bytes, 0 or more")
+    return Fsdp(flat, min_bytes)
+
+
+def flatten_rules(rules: Rules, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
+    """Returns the rules one by one, in order, each with its name.
+
+    Raises:
+        ValueError: something among them is not a rule.
+    """
+    if rules is None:
+        return []
+    if isinstance(rules, str):
+        return [(f"strategy {rules!r}: {label}", r) for label, r in _named(rules, sizes)]
+    if isinstance(rules, Mapping):
+        return [("patterns", patterns(rules))]
+    if isinstance(rules, Sequence):
+        return [pair for rule in rules for pair in flatten_rules(rule, sizes)]
+    if hasattr(rules, "bind"):
+        return [(str(rules), rules)]
+    if callable(rules):
+        return [(getattr(rules, "__name__", None) or type(rules).__name__, rules)]
+    raise ValueError(
+        f"{rules!r} is not a rule: give a dict of path patterns, a function of a leaf, "
+        f"a strategy such as sw.fsdp('data') or its name, or a list of these"
+    )
+
+
+def require_axes(axes: Sequence[str], sizes: Mapping[str, int], what: str) -> None:
+    """Raises a ValueError if the mesh lacks one of `axes`."""
+    for axis in axes:
+        if axis not in sizes:
+            raise ValueError(
+                f"{what} is over axis {axis!r}, which the mesh does not have: "
+                f"its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
+            )
+
+
+def _named(name: str, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
+    parts = [part.strip() for part in name.split("+")]
+    known = ("dp", "fsdp", "tensor")
+    for part in parts:
+        if part not in known:
+            raise ValueError(
+                f"strategy {name!r} is not known: use 'dp', 'fsdp', 'tensor' or "
+                f"several joined by +, such as 'fsdp+tensor'"
+            )
+    if len(set(parts)) != len(parts) or {"dp", "fsdp"} <= set(parts):
+        raise ValueError(f"strategy {name!r} contradicts itself: use each part once, and dp or fsdp")
+    chosen: list[tuple[str, Any]] = []
+    if "dp" in parts:
+        chosen.append(("replicate", replicate()))
+    if "tensor" in parts:  # before fsdp, which takes what is left
+        rule = tensor(_pick_axis("tensor", TENSOR_AXES, sizes))
+        chosen.append((str(rule), rule))
+    if "fsdp" in parts:
+        rule = fsdp(_pick_axis("fsdp", FSDP_AXES, sizes))
+        chosen.append((str(rule), rule))
+    return chosen
+
+
+def _pick_axis(strategy: str, wanted: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    for axis in wanted:
+        if axis in sizes:
+            return axis
+    raise ValueError(
+        f"strategy {strategy!r} needs an axis named {' or '.join(map(repr, wanted))}, but the mesh "
+        f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one, "
+        f"or use sw.{strategy}(axis)"
+    )

@@ -1,0 +1,92 @@
+"""Rows of leaves as text and as HTML, repeated layers folded into one row."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ._leaf import Leaf
+from ._model import show_path
+from ._spec import show_spec
+
+Row = tuple[str, ...]
+HEADER: Row = ("path", "shape", "spec", "shard", "bytes/device", "copies")
+
+
+def show_bytes(count: float) -> str:
+    """Returns a byte count in binary units: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def show_shape(leaf: Leaf) -> str:
+    """Returns dtype and shape: `float32[8,16]`."""
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def leaf_rows(leaves: Iterable[Leaf]) -> list[Row]:
+    """Returns one row for each leaf, or for each run of leaves alike but for a layer's number."""
+    groups: dict[tuple[str, Row], list[Leaf]] = {}
+    for leaf in leaves:
+        shape = show_path(tuple("\0" if isinstance(k, int) else k for k in leaf.keys))
+        groups.setdefault((shape, _cells(leaf)), []).append(leaf)
+    return [(fold_paths([leaf.keys for leaf in g]), *cells) for (_, cells), g in groups.items()]
+
+
+def fold_paths(paths: Sequence[tuple]) -> str:
+    """Returns paths that differ only in numbers as one: `layers.{0..79}.kernel ×80`."""
+    if len(paths) == 1:
+        return show_path(paths[0])
+    keys = []
+    for step in zip(*paths, strict=True):
+        numbers = sorted(set(step)) if isinstance(step[0], int) else step[:1]
+        if len(numbers) == 1:
+            keys.append(step[0])
+        elif numbers == list(range(numbers[0], numbers[-1] + 1)):
+            keys.append(f"{{{numbers[0]}..{numbers[-1]}}}")
+        else:
+            keys.append("*")
+    text = ".".join(map(str, keys))
+    return f"{text} ×{len(paths)}"
+
+
+def text_table(header: Row, rows: Iterable[Row], caption: str, width: int | None = None) -> str:
+    """Returns rows as aligned plain text, wide enough that no cell is cut."""
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for i, title in enumerate(header):
+        table.add_column(title, justify="right" if i >= 4 else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=width or 10_000, markup=False, highlight=False, color_system=None).print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join([*lines, caption])
+
+
+def html_table(header: Row, rows: Iterable[Row], caption: str) -> str:
+    """Returns rows as an HTML table that takes the page's own colours."""
+    head = "".join(f'<th style="text-align:left">{html.escape(c)}</th>' for c in header)
+    body = "".join(
+        "<tr>" + "".join(f'<td style="text-align:left">{html.escape(c)}</td>' for c in row) + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<table><caption>{html.escape(caption)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _cells(leaf: Leaf) -> Row:
+    shape, spec = show_shape(leaf), show_spec(leaf.spec)
+    found = leaf.faults
+    if found:
+        return (shape, spec, f"error {found[0].code}", show_bytes(leaf.bytes), "-")
+    shard = f"[{','.join(map(str, leaf.shard_shape))}]"
+    return (shape, spec, shard, show_bytes(leaf.shard_bytes), str(leaf.copies))

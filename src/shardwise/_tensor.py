@@ -1,0 +1,175 @@
+"""Tensor parallelism: Megatron pairs, found by how dims flow through the forward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from ._dataflow import Flow, Group
+from ._guess import Split, guess_pairs
+from ._leaf import Leaf, Opinion
+from ._rules import Rule, Scene
+from ._spec import make_spec, padded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tensor:
+    """Tensor parallelism over one axis; see `tensor`."""
+
+    axis: str
+
+    def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
+        """Returns the rule: each leaf's split, or why it is left alone."""
+        if self.axis not in scene.sizes:
+            axes = ", ".join(f"{a}={s}" for a, s in scene.sizes.items())
+            raise ValueError(
+                f"tensor is over axis {self.axis!r}, which the mesh does not have: its axes are {axes}"
+            )
+        ways = scene.sizes[self.axis]
+        flow = scene.flow()
+        if flow is None:
+            splits = guess_pairs(leaves, scene.model, self.axis, ways)
+        else:
+            splits = _Choice(leaves, flow, self.axis, ways).splits()
+        opinions = _opinions(self.axis, leaves, splits)
+        return lambda leaf: opinions.get(leaf.path)
+
+    def __str__(self) -> str:
+        """Returns it as it was written."""
+        return f"tensor({self.axis!r})"
+
+
+def tensor(axis: str) -> Tensor:
+    """Returns the strategy that splits matching pairs of weights over `axis` (Megatron).
+
+    With `inputs` given to `layout`, the forward pass is traced abstractly, and the dims that
+    are produced by one weight and summed over by another are split: column then row, one
+    all-reduce for each pair. Without, pairs are guessed from module types and widths.
+    What cannot be decided is left alone, with the reason.
+
+    Example:
+        >>> import jax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Sequential(
+        ...     nnx.Linear(8, 32, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(32, 8, rngs=nnx.Rngs(1)))
+        >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), sw.tensor("model"),
+        ...                    inputs=jax.ShapeDtypeStruct((2, 8), "float32"))
+        >>> [leaf.spec for leaf in layout.leaves if leaf.ndim == 2]
+        [P(None, 'model'), P('model',)]
+    """
+    if not isinstance(axis, str) or not axis:
+        raise ValueError(f"tensor({axis!r}) needs the name of one axis")
+    return Tensor(axis)
+
+
+class _Choice:
+    """Chooses which groups of dims to split."""
+
+    def __init__(self, leaves: Sequence[Leaf], flow: Flow, axis: str, ways: int):
+        self.leaves, self.flow, self.axis, self.ways = leaves, flow, axis, ways
+        self.members: dict[int, list[tuple[int, int]]] = {}
+        for index, dims in enumerate(flow.leaf_groups):
+            for dim, groups in enumerate(dims):
+                for group in groups:
+                    self.members.setdefault(group, []).append((index, dim))
+
+    def splits(self) -> Mapping[int, Split]:
+        """Returns the split of each leaf that the trace says anything about."""
+        refused: dict[int, str] = {}
+        candidates: list[int] = []
+        for group in self.members:
+            why = self._refuse(group)
+            if why is None:
+                candidates.append(group)
+            else:
+                refused[group] = why
+        chosen: dict[int, tuple[int, int]] = {}
+        for group in sorted(candidates, key=self._preference):
+            rivals = [index for index, _ in self.members[group] if index in chosen]
+            if rivals:
+                rival = self.leaves[rivals[0]].path
+                refused[group] = f"{rival} is already split along another dim"
+                continue
+            for index, dim in self.members[group]:
+                chosen[index] = (group, dim)
+        found: dict[int, Split] = {}
+        for index in range(len(self.leaves)):
+            if index in chosen:
+                group, dim = chosen[index]
+                found[index] = Split(dim, self._describe(index, dim, group))
+            else:
+                found[index] = Split(None, self._left_alone(index, refused))
+        return found
+
+    def _refuse(self, group: int) -> str | None:
+        """Returns why a group must not be split, or None if it may be."""
+        info: Group = self.flow.groups[group]
+        members = self.members[group]
+        if info.scanned:
+            return "a loop steps along it"
+        if info.is_input:
+            return "it is a dim of the inputs"
+        if info.recurs:
+            return "it is the residual stream, which every pair leaves whole"
+        if info.broken:
+            return info.broken[0]
+        kinds = {site.kind for site in info.sites}
+        if "activations" in kinds:
+            return "it is summed over between two activations"
+        if "leaves" in kinds:
+            return "it is summed over between two leaves"
+        if not info.sites and not info.is_output:
+            return "no weight sums over it and it does not leave the model"
+        for index, dim in members:
+            leaf = self.leaves[index]
+            if sum(i == index for i, _ in members) > 1:
+                return f"{leaf.path} has it twice"
+            if self.flow.leaf_groups[index][dim][0] != group:
+                return f"it is not the outermost factor of dim {dim} of {leaf.path}"
+            taken = padded(leaf.spec, leaf.ndim)
+            if taken[dim] or any(self.axis in entry for entry in taken):
+                return f"an earlier rule already splits {leaf.path}"
+        if info.size % self.ways:
+            return f"its size {info.size} cannot be split {self.ways} ways"
+        return None
+
+    def _preference(self, group: int) -> tuple[bool, int, int]:
+        """Sorts pairs before lone columns, then by the bytes that are split."""
+        info = self.flow.groups[group]
+        weight = sum(self.leaves[index].bytes for index, _ in self.members[group])
+        return (not info.sites, -weight, self.members[group][0][0])
+
+    def _describe(self, index: int, dim: int, group: int) -> str:
+        info = self.flow.groups[group]
+        others = [self.leaves[i].path for i, _ in self.members[group] if i != index]
+        with_text = f" with {', '.join(others[:4])}{' …' if len(others) > 4 else ''}" if others else ""
+        sums = len(info.sites)
+        if not sums:
+            effect = "its outputs leave the model split; no all-reduce"
+        else:
+            effect = f"{sums} all-reduce{'s' if sums > 1 else ''} in the forward pass"
+        looked = any(site.kind == "lookup" for site in info.sites)
+        word = "looked up" if looked else "traced"
+        return f"dim {dim}, {word} as one dim of {info.size}{with_text}: {effect}"
+
+    def _left_alone(self, index: int, refused: Mapping[int, str]) -> str:
+        parts = []
+        for dim, groups in enumerate(self.flow.leaf_groups[index]):
+            for group in groups[:1]:
+                parts.append(f"dim {dim}: {refused.get(group, 'not chosen')}")
+        return "left alone; " + "; ".join(parts) if parts else "left alone: nothing to split"
+
+
+def _opinions(
+    axis: str, leaves: Sequence[Leaf], splits: Mapping[int, Split]
+) -> dict[str, Opinion]:
+    opinions = {}
+    for index, split in splits.items():
+        leaf = leaves[index]
+        if split.dim is None:
+            opinions[leaf.path] = Opinion(None, split.reason)
+            continue
+        taken = padded(leaf.spec, leaf.ndim)
+        taken[split.dim] = (axis,)
+        opinions[leaf.path] = Opinion(make_spec(taken), split.reason)
+    return opinions
