@@ -9,10 +9,9 @@ from typing import Any
 from flax import nnx
 
 from ._leaf import Leaf
-from ._model import AbstractModel
+from ._model import AbstractModel, Keys
 from ._spec import padded
 
-Keys = tuple[Any, ...]
 _GUESS = "guessed from module types and widths (give layout inputs= to trace it)"
 
 

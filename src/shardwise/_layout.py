@@ -18,7 +18,7 @@ from . import _lockfile
 from ._dataflow import Flow, trace_flow
 from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, show_mesh
-from ._model import AbstractModel, Model, abstract_model, leaves_of, show_path
+from ._model import AbstractModel, Model, abstract_model, leaves_of
 from ._optimizer import optimizer_leaves
 from ._rules import Logical, Patterns, Rules, Scene, annotations
 from ._spec import require_spec, show_spec
@@ -292,7 +292,9 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
     if said.spec is None:
         return dataclasses.replace(leaf, trail=trail)
     reason = f"{source}: {said.reason}" if said.reason else source
-    kept = leaf.gathered if said.gathered else frozenset()
+    if said.refines and leaf.spec != P():
+        reason = f"{leaf.reason}; then {reason}"
+    kept = leaf.gathered if said.refines else frozenset()
     return dataclasses.replace(
         leaf, spec=said.spec, reason=reason, trail=trail, gathered=kept | said.gathered
     )
@@ -335,5 +337,3 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
             f"the model cannot be called with inputs={shapes}: {type(error).__name__}: {error}"
         ) from error
 
-
-__all__ = ["Layout", "P", "layout", "load_layout", "show_path"]

@@ -23,6 +23,7 @@ class Opinion:
         spec: the spec it wants; None for no opinion.
         reason: one sentence.
         source: the rule's name; filled in by `layout`.
+        refines: it adds to the spec of the rules before it, rather than replacing it.
         gathered: axes along which the leaf is only stored in parts and gathered before
             use (FSDP), so that its neighbours need not match it.
         clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
@@ -31,6 +32,7 @@ class Opinion:
     spec: P | None
     reason: str = ""
     source: str = ""
+    refines: bool = False
     gathered: frozenset[str] = frozenset()
     clashes: tuple[tuple[str, P], ...] = ()
 

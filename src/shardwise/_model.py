@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from ._leaf import Leaf
 
+Keys = tuple[Any, ...]
 Model = Callable[[], nnx.Module] | nnx.Module
 
 
@@ -29,8 +30,8 @@ class AbstractModel:
 
     graphdef: Any
     state: Any
-    variables: tuple[tuple[tuple[Any, ...], Any], ...]
-    modules: Mapping[tuple[Any, ...], Any]
+    variables: tuple[tuple[Keys, Any], ...]
+    modules: Mapping[Keys, Any]
 
 
 def abstract_model(model: Model) -> AbstractModel:
@@ -50,8 +51,8 @@ def abstract_model(model: Model) -> AbstractModel:
         )
     graphdef, state = nnx.split(built)
     state = jax.tree.map(_shape_of, state)
-    variables = tuple((_plain_keys(path), v) for path, v in _variables(state))
-    modules: dict[tuple[Any, ...], Any] = {(): built}
+    variables = tuple(_variables(state))
+    modules: dict[Keys, Any] = {(): built}
     for keys, _ in variables:
         for depth in range(1, len(keys)):
             if keys[:depth] not in modules:
@@ -80,11 +81,10 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
     found = []
     for keys, variable in model.variables:
         is_variable = isinstance(variable, nnx.Variable)
-        value = variable.get_value() if is_variable else variable
         owner = model.modules.get(keys[:-1])
         expected = _unstacked_shape(owner, keys[-1]) if keys else None
-        for inner, array in jax.tree_util.tree_leaves_with_path(value):
-            all_keys = keys + _plain_keys(inner)
+        for inner, array in _arrays(variable):
+            all_keys = keys + inner
             found.append(
                 Leaf(
                     path=show_path(all_keys),
@@ -101,7 +101,19 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
     return _spread_stacks(found, known={k for k, _ in model.variables if _is_known(model, k)})
 
 
-def show_path(keys: tuple[Any, ...]) -> str:
+def keyed_leaves(tree: Any) -> list[tuple[Keys, Any]]:
+    """Returns each array of a state (a model's, an optimizer's) with its keys, in tree order.
+
+    The step from a variable into its value is no key, so that these are the keys of leaves.
+    """
+    return [
+        (keys + inner, array)
+        for keys, variable in _variables(tree)
+        for inner, array in _arrays(variable)
+    ]
+
+
+def show_path(keys: Keys) -> str:
     """Returns the dotted path of `keys`; a key that has a dot itself is bracketed."""
     if not keys:
         return "(root)"
@@ -144,13 +156,17 @@ def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _variables(state: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(
-        jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    )
+def _variables(tree: Any) -> Iterator[tuple[Keys, Any]]:
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return ((_plain_keys(path), variable) for path, variable in pairs)
 
 
-def _plain_keys(path: Any) -> tuple[Any, ...]:
+def _arrays(variable: Any) -> list[tuple[Keys, Any]]:
+    value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    return [(_plain_keys(p), array) for p, array in jax.tree_util.tree_leaves_with_path(value)]
+
+
+def _plain_keys(path: Any) -> Keys:
     return tuple(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in path)
 
 
@@ -200,7 +216,7 @@ def _unstacked_shape(owner: Any, name: Any) -> tuple[int, ...] | None:
     return None
 
 
-def _is_known(model: AbstractModel, keys: tuple[Any, ...]) -> bool:
+def _is_known(model: AbstractModel, keys: Keys) -> bool:
     return bool(keys) and _unstacked_shape(model.modules.get(keys[:-1]), keys[-1]) is not None
 
 
@@ -218,9 +234,9 @@ def _extra_dims(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> tup
     return tuple(reversed(extra)) if not wanted else ()
 
 
-def _spread_stacks(leaves: list[Leaf], known: set[tuple[Any, ...]]) -> list[Leaf]:
+def _spread_stacks(leaves: list[Leaf], known: set[Keys]) -> list[Leaf]:
     """Marks leaves of the user's own modules as stacked where all of Flax's beside them are."""
-    stacks: dict[tuple[Any, ...], set[int | None]] = {}
+    stacks: dict[Keys, set[int | None]] = {}
     for leaf in leaves:
         if leaf.keys in known:
             lead = leaf.shape[0] if leaf.stacked[:1] == (0,) else None

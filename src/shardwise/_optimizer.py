@@ -13,10 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from ._dataflow import trace_flow
 from ._leaf import Leaf
-from ._model import show_path
+from ._model import Keys, keyed_leaves, show_path
 from ._spec import make_spec, padded, show_spec
-
-Keys = tuple[Any, ...]
 
 
 def optimizer_leaves(
@@ -40,14 +38,11 @@ def optimizer_leaves(
     abstract = jax.eval_shape(tx.init, parameters)
     by_keys = {leaf.keys: leaf for leaf in leaves}
     owners: dict[Keys, Leaf] = {}
-    for path, _ in jax.tree_util.tree_leaves_with_path(parameters):
-        keys = _keys(path)
-        owners[keys] = by_keys[tuple(k for k in keys if k is not _VALUE)]
-    flat, opt_treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    for keys, _ in keyed_leaves(parameters):
+        owners[keys] = by_keys[keys]
     update: list[list[P | None]] = []
     found = []
-    for index, (path, array) in enumerate(flat):
-        keys = _keys(path)
+    for index, (keys, array) in enumerate(keyed_leaves(abstract)):
         owner = _owner(keys, owners)
         leaf = _bare(keys, array, leaves)
         if owner is None:
@@ -66,23 +61,7 @@ def optimizer_leaves(
         reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
         gathered = owner.gathered if spec != P() else frozenset()
         found.append(dataclasses.replace(leaf, spec=spec, reason=reason, gathered=gathered))
-    return found, opt_treedef
-
-
-class _Value:
-    """Stands for the step from a variable into its value, which no path shows."""
-
-
-_VALUE = _Value()
-
-
-def _keys(path: Iterable[Any]) -> Keys:
-    keys = []
-    for key in path:
-        plain = getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
-        is_value = isinstance(key, jax.tree_util.GetAttrKey) and plain == "value"
-        keys.append(_VALUE if is_value else plain)
-    return tuple(keys)
+    return found, jax.tree.structure(abstract)
 
 
 def _owner(keys: Keys, owners: Mapping[Keys, Leaf]) -> Leaf | None:
@@ -94,9 +73,8 @@ def _owner(keys: Keys, owners: Mapping[Keys, Leaf]) -> Leaf | None:
 
 
 def _bare(keys: Keys, array: Any, leaves: Sequence[Leaf]) -> Leaf:
-    shown = tuple(k for k in keys if k is not _VALUE)
     sizes = leaves[0].sizes if leaves else {}
-    return Leaf(show_path(shown), shown, tuple(array.shape), array.dtype, "OptState", sizes)
+    return Leaf(show_path(keys), keys, tuple(array.shape), array.dtype, "OptState", sizes)
 
 
 def _no_owner(array: Any) -> str:

@@ -49,6 +49,7 @@ class Fsdp:
         return Opinion(
             make_spec(taken),
             f"dim {dims[0]} (size {leaf.shape[dims[0]]}) is the largest free dim that divides {ways} ways",
+            refines=True,
             gathered=frozenset(self.axes),
         )
 

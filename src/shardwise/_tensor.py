@@ -171,5 +171,5 @@ def _opinions(
             continue
         taken = padded(leaf.spec, leaf.ndim)
         taken[split.dim] = (axis,)
-        opinions[leaf.path] = Opinion(make_spec(taken), split.reason)
+        opinions[leaf.path] = Opinion(make_spec(taken), split.reason, refines=True)
     return opinions

@@ -1,0 +1,181 @@
+"""Every problem of a whole layout in one pass, without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.sharding import PartitionSpec as P
+
+from ._findings import Allow, Finding, Findings, make_finding, sift
+from ._layout import Layout
+from ._leaf import Leaf
+from ._mesh import show_mesh
+from ._rules import REPLICATED_ON_PURPOSE
+from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
+from ._table import show_bytes
+
+REPLICATED_BYTES = 2**20
+# Axes that split the batch: parameters need not use them.
+BATCH_AXES = ("data", "batch", "dp", "replica")
+
+
+def check(
+    layout: Layout, *, allow: Allow | None = None, replicated_bytes: int = REPLICATED_BYTES
+) -> Findings:
+    """Returns everything that is wrong or suspicious in a layout.
+
+    Args:
+        layout: the layout.
+        allow: findings that are meant, by code and path pattern: `{"SW105": "embed.**"}`.
+        replicated_bytes: from how many bytes on a leaf that lies whole on every device is
+            worth a finding.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> make = lambda: nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), {"kernel": P(None, "model")})
+        >>> print(sw.check(layout))
+        error[SW104] indivisible-dim: kernel
+          dim 1 (size 6) cannot be split 4 ways over axis 'model'
+          shape (8, 6)  spec P(None, 'model')  mesh model=4
+          help: P('model', None) divides evenly
+        1 error, 0 warnings
+    """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"check takes a layout, got a {type(layout).__name__}: see sw.layout")
+    return sift(_findings(layout, replicated_bytes), allow)
+
+
+def _findings(layout: Layout, replicated_bytes: int) -> Iterator[Finding]:
+    mesh = show_mesh(layout.mesh)
+    total = layout.total_bytes
+    siblings: dict[tuple, dict[str, Leaf]] = {}
+    for leaf in layout.leaves:
+        context = f"shape {leaf.shape}  spec {show_spec(leaf.spec)}  mesh {mesh}"
+        faults = leaf.faults
+        for fault in faults:
+            yield make_finding(fault.code, leaf.path, fault.message, fault.help, context)
+        yield from _ambiguous(leaf, context)
+        yield from _stack_lost(leaf, context)
+        if not faults:
+            yield from _replicated(leaf, total, replicated_bytes, layout.mesh.size, context)
+            if leaf.keys and leaf.keys[-1] in ("kernel", "bias"):
+                siblings.setdefault(leaf.keys[:-1], {})[leaf.keys[-1]] = leaf
+    for pair in siblings.values():
+        if len(pair) == 2:
+            yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
+    for pattern, nearest in layout.dead_patterns:
+        hint = f"the nearest path is {nearest}" if nearest else "drop it"
+        yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
+    yield from _unused_axes(layout)
+
+
+def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:
+    clashes = ()
+    for opinion in leaf.trail:
+        if opinion.spec is not None and not opinion.refines:
+            clashes = opinion.clashes
+    if clashes:
+        told = ", ".join(f"{pattern!r} says {show_spec(spec)}" for pattern, spec in clashes)
+        yield make_finding(
+            "SW108",
+            leaf.path,
+            f"{len(clashes)} patterns match and disagree: {told}",
+            "make them disjoint, or put the exception into a later rule: "
+            "[{general patterns}, {exceptions}]",
+            context,
+        )
+
+
+def _stack_lost(leaf: Leaf, context: str) -> Iterator[Finding]:
+    deciders = [o.source for o in leaf.trail if o.spec is not None and not o.refines]
+    if leaf.names is None or not leaf.stacked or deciders[-1:] != ["annotation"]:
+        return
+    if any(leaf.names) and len(leaf.names) == leaf.ndim - len(leaf.stacked):
+        entries = list(leaf.names)
+        for dim in leaf.stacked:
+            entries.insert(dim, None)
+        stack = ", ".join(f"dim {d} (size {leaf.shape[d]})" for d in leaf.stacked)
+        yield make_finding(
+            "SW110",
+            leaf.path,
+            f"the annotation has {len(leaf.names)} entries for {leaf.ndim} dims: "
+            f"it lost the stacked {stack} and is off by {len(leaf.stacked)}",
+            "give nnx.vmap or nnx.scan transform_metadata={nnx.PARTITION_NAME: None}, "
+            f"or annotate {show_spec(P(*entries))}",
+            context,
+        )
+
+
+def _replicated(
+    leaf: Leaf, total: int, threshold: int, devices: int, context: str
+) -> Iterator[Finding]:
+    if leaf.bytes < threshold or leaf.copies < devices or devices == 1:
+        return
+    if leaf.reason.endswith(REPLICATED_ON_PURPOSE):
+        return
+    taken: list[Axes] = [()] * leaf.ndim
+    for axis, size in sorted(leaf.sizes.items(), key=lambda item: -item[1]):
+        dims = divisible_dims(leaf.shape, taken, size, skip=leaf.stacked) if size > 1 else []
+        if dims:
+            taken[dims[0]] = (axis,)
+    if not any(taken):
+        return
+    spec = make_spec(taken)
+    left = leaf.dtype.itemsize
+    for size in shard_shape(leaf.shape, spec, leaf.sizes):
+        left *= size
+    yield make_finding(
+        "SW105",
+        leaf.path,
+        f"{show_bytes(leaf.bytes)} lie whole on each of {devices} devices: "
+        f"{100 * leaf.bytes / total:.1f}% of the model's {show_bytes(total)}, and "
+        f"{show_bytes(leaf.bytes * (devices - 1))} of copies",
+        f"{show_spec(spec)} would leave {show_bytes(left)} on each; "
+        f"sw.replicate() says that whole is meant",
+        f"{context}  ({leaf.reason})",
+    )
+
+
+def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
+    kernel_dims = [d for d in range(kernel.ndim) if d not in kernel.stacked]
+    bias_dims = [d for d in range(bias.ndim) if d not in bias.stacked]
+    matched = kernel_dims[len(kernel_dims) - len(bias_dims) :]
+    if not bias_dims or [kernel.shape[d] for d in matched] != [bias.shape[d] for d in bias_dims]:
+        return
+    # What FSDP stores in parts is gathered before use and need not match.
+    used = [_used(kernel, d) for d in matched]
+    have = [_used(bias, d) for d in bias_dims]
+    if used != have:
+        wanted: list[Axes] = [()] * bias.ndim
+        for d, axes in zip(bias_dims, used, strict=True):
+            wanted[d] = axes
+        yield make_finding(
+            "SW106",
+            bias.path,
+            f"it is {show_spec(bias.spec)}, but is added to the output of {kernel.path}, "
+            f"whose last dims are split {show_spec(make_spec(used))}",
+            f"give it {show_spec(make_spec(wanted))}",
+            f"kernel shape {kernel.shape} spec {show_spec(kernel.spec)}  "
+            f"bias shape {bias.shape} spec {show_spec(bias.spec)}  mesh {mesh}",
+        )
+
+
+def _used(leaf: Leaf, dim: int) -> Axes:
+    axes = padded(leaf.spec, leaf.ndim)[dim]
+    return tuple(a for a in axes if a not in leaf.gathered and leaf.sizes[a] > 1)
+
+
+def _unused_axes(layout: Layout) -> Iterator[Finding]:
+    used = {a for leaf in layout.leaves for entry in padded(leaf.spec, 0) for a in entry}
+    for axis, size in layout.mesh.shape.items():
+        if size > 1 and axis not in used and axis not in BATCH_AXES:
+            yield make_finding(
+                "SW111",
+                axis,
+                f"axis {axis!r} of size {size} splits no leaf: every leaf has {size} copies along it",
+                "give it a rule, or fold it into another axis",
+                f"mesh {show_mesh(layout.mesh)}",
+            )

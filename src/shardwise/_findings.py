@@ -1,0 +1,214 @@
+"""Findings: what is wrong or suspicious, under permanent codes, printed like a compiler's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ._rules import pattern_regex
+
+ERROR, WARNING = "error", "warning"
+
+CODES: dict[str, tuple[str, str]] = {
+    "SW101": ("unknown-axis", ERROR),
+    "SW102": ("duplicate-axis", ERROR),
+    "SW103": ("rank-overflow", ERROR),
+    "SW104": ("indivisible-dim", ERROR),
+    "SW105": ("replicated-leaf", WARNING),
+    "SW106": ("bias-kernel-mismatch", WARNING),
+    "SW107": ("dead-rule", WARNING),
+    "SW108": ("ambiguous-rule", ERROR),
+    "SW109": ("unresolved-name", ERROR),
+    "SW110": ("stack-dim-lost", WARNING),
+    "SW111": ("unused-axis", WARNING),
+    "SW112": ("unused-allow", WARNING),
+    "SW201": ("not-as-planned", ERROR),
+    "SW202": ("missing-leaf", ERROR),
+    "SW203": ("unplanned-leaf", ERROR),
+    "SW204": ("other-shape", ERROR),
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong or suspicious.
+
+    Attributes:
+        code: permanent, such as `SW104`; each has a page in the docs.
+        severity: `error` (it cannot be run as planned) or `warning`.
+        path: the leaf, or the rule or axis that it is about.
+        message: the fact, with the numbers.
+        help: what to do.
+        context: the shape, spec and mesh, where there are some.
+    """
+
+    code: str
+    severity: str
+    path: str
+    message: str
+    help: str = ""
+    context: str = ""
+
+    @property
+    def name(self) -> str:
+        """The code's readable name, such as `indivisible-dim`."""
+        return CODES[self.code][0]
+
+    def __str__(self) -> str:
+        """Returns it as a compiler would print it."""
+        lines = [f"{self.severity}[{self.code}] {self.name}: {self.path}", f"  {self.message}"]
+        if self.context:
+            lines.append(f"  {self.context}")
+        if self.help:
+            lines.append(f"  help: {self.help}")
+        return "\n".join(lines)
+
+    @property
+    def concise(self) -> str:
+        """The finding on one line."""
+        help_text = f" (help: {self.help})" if self.help else ""
+        return f"{self.path}: {self.severity}[{self.code}] {self.message}{help_text}"
+
+    @property
+    def github(self) -> str:
+        """The finding as an annotation of a GitHub Actions log."""
+        return f"::{self.severity} title={_escape(f'{self.code} {self.name}', True)}::{_escape(self.concise)}"
+
+
+class LayoutError(ValueError):
+    """A layout that has errors was about to be used. `findings` holds them all."""
+
+    def __init__(self, findings: Findings):
+        """Keeps the findings and prints them as the message."""
+        super().__init__(str(findings))
+        self.findings = findings
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings(Sequence[Finding]):
+    """Every finding of one check. True when there is any.
+
+    Attributes:
+        items: the findings.
+        allowed: those that were found but allowed.
+    """
+
+    items: tuple[Finding, ...]
+    allowed: tuple[Finding, ...] = ()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns one finding."""
+        return self.items[index]
+
+    def __len__(self) -> int:
+        """Returns how many there are."""
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Finding]:
+        """Yields each finding."""
+        return iter(self.items)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Those that make the layout unusable."""
+        return tuple(f for f in self.items if f.severity == ERROR)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Those that are suspicious only."""
+        return tuple(f for f in self.items if f.severity == WARNING)
+
+    def raise_if_errors(self) -> Findings:
+        """Returns itself, or raises a `LayoutError` (a `ValueError`) that holds every error."""
+        if self.errors:
+            raise LayoutError(Findings(self.errors))
+        return self
+
+    def to_json(self) -> str:
+        """Returns the findings as JSON, one object each."""
+        rows = [dataclasses.asdict(f) | {"name": f.name} for f in self.items]
+        return json.dumps(
+            {"findings": rows, "errors": len(self.errors), "warnings": len(self.warnings)}, indent=2
+        )
+
+    def __str__(self) -> str:
+        """Returns them all, those alike but for a layer's number as one."""
+        groups: dict[tuple[str, ...], list[Finding]] = {}
+        for finding in self.items:
+            alike = (_numberless(finding.path), finding.code, _numberless(finding.message))
+            groups.setdefault(alike, []).append(finding)
+        blocks = []
+        for group in groups.values():
+            text = str(group[0])
+            if len(group) > 1:
+                text += f"\n  and {len(group) - 1} more alike, to {group[-1].path}"
+            blocks.append(text)
+        return "\n".join([*blocks, self.summary])
+
+    __repr__ = __str__
+
+    @property
+    def summary(self) -> str:
+        """The counts, in words."""
+        if not self.items:
+            text = "no findings"
+        else:
+            text = f"{_count(self.errors, 'error')}, {_count(self.warnings, 'warning')}"
+        return text + (f", {len(self.allowed)} allowed" if self.allowed else "")
+
+
+Allow = Mapping[str, str | Sequence[str]]
+
+
+def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
+    """Returns the findings without the allowed ones; an allowance that nothing needs is one itself.
+
+    Args:
+        found: the findings.
+        allow: path patterns by code: `{"SW105": ["embed.**"]}`.
+
+    Raises:
+        ValueError: a code is not known.
+    """
+    found = list(found)
+    patterns = []
+    for code, given in (allow or {}).items():
+        if code not in CODES:
+            raise ValueError(f"allow names {code!r}, which is no code: they are {', '.join(CODES)}")
+        patterns += [(code, p) for p in ((given,) if isinstance(given, str) else given)]
+    regexes = {pattern: pattern_regex(pattern) for _, pattern in patterns}
+    needed: set[tuple[str, str]] = set()
+    kept, allowed = [], []
+    for finding in found:
+        text = "".join(f"{step}\0" for step in finding.path.split("."))
+        hits = [(c, p) for c, p in patterns if c == finding.code and regexes[p].fullmatch(text)]
+        needed.update(hits)
+        (allowed if hits else kept).append(finding)
+    for code, pattern in patterns:
+        if (code, pattern) not in needed:
+            kept.append(
+                make_finding("SW112", pattern, f"no {code} was found there", "drop the allowance")
+            )
+    return Findings(tuple(kept), tuple(allowed))
+
+
+def make_finding(code: str, path: str, message: str, help: str = "", context: str = "") -> Finding:
+    """Returns a finding with its code's severity."""
+    return Finding(code, CODES[code][1], path, message, help, context)
+
+
+def _count(items: Sequence[Any], word: str) -> str:
+    return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
+
+
+def _numberless(text: str) -> str:
+    return re.sub(r"\d+", "#", text)
+
+
+def _escape(text: str, is_property: bool = False) -> str:
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return text.replace(":", "%3A").replace(",", "%2C") if is_property else text
+

@@ -1,0 +1,118 @@
+"""Placing: a model initialised straight into its shards, or moved onto a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from ._audit import structure_findings
+from ._check import check
+from ._findings import Findings
+from ._layout import Layout
+from ._model import abstract_model, build_model, keyed_leaves
+
+T = TypeVar("T")
+
+
+def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
+    """Returns the model that `make` builds, initialised straight into its shards.
+
+    It is built under `jax.jit` with the layout's shardings as its outputs: no leaf is ever
+    whole on one device, and the values are the same on every mesh.
+
+    Args:
+        make: a function of no arguments that returns the model.
+        layout: its layout, on a mesh of devices that are here.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model; nothing was allocated.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+        >>> model = sw.init(make, layout)
+        >>> model.kernel.addressable_shards[0].data.shape
+        (16, 4)
+    """
+    mesh = _require_ready(layout)
+    if isinstance(make, nnx.Module) or not callable(make):
+        raise ValueError(
+            f"init builds the model itself, from a function of no arguments, got a "
+            f"{type(make).__name__}: use sw.shard for a model that exists"
+        )
+    abstract = abstract_model(make)
+    shardings = _shardings_for(abstract.state, layout, _auto(mesh))
+    # A mesh of the caller's would type what is built in the trace; ours stands in the outputs.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        state = jax.jit(lambda: nnx.split(build_model(make))[1], out_shardings=shardings)()
+    if mesh != _auto(mesh):
+        state = jax.device_put(state, _shardings_for(abstract.state, layout, mesh))
+    return nnx.merge(abstract.graphdef, state)
+
+
+def shard(model: T, layout: Layout) -> T:
+    """Returns the model, or the state, with every array placed as the layout says.
+
+    Args:
+        model: a model with arrays, wherever they lie, or its state, or an optimizer's
+            state (for the layout of `layout.for_optimizer`).
+        layout: where to put them, on a mesh of devices that are here.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model; nothing was moved.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(model, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+        >>> sw.shard(model, layout).kernel.addressable_shards[0].data.shape
+        (16, 4)
+    """
+    mesh = _require_ready(layout)
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(model)
+        return nnx.merge(graphdef, _put(state, layout, mesh))
+    return _put(model, layout, mesh)
+
+
+def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
+    for keys, array in keyed_leaves(state):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{'.'.join(map(str, keys))} is abstract, so there is nothing to move: "
+                f"use sw.init to build the model in its shards"
+            )
+    return jax.device_put(state, _shardings_for(state, layout, mesh))
+
+
+def _require_ready(layout: Layout) -> Mesh:
+    if not isinstance(layout, Layout):
+        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
+    check(layout).raise_if_errors()
+    if not isinstance(layout.mesh, Mesh):
+        axes = ",".join(f"{a}={s}" for a, s in layout.mesh.shape.items())
+        raise ValueError(
+            f"the layout is on {axes} of no devices, so nothing can be placed on it: "
+            f"use layout.on(sw.mesh({axes!r})) for devices that are here"
+        )
+    return layout.mesh
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def _shardings_for(state: Any, layout: Layout, mesh: Mesh) -> Any:
+    """Returns the layout's shardings in the structure of `state`, matched by path."""
+    live = keyed_leaves(state)
+    Findings(tuple(structure_findings(layout, dict(live)))).raise_if_errors()
+    specs = {leaf.keys: leaf.spec for leaf in layout.leaves}
+    flat = [NamedSharding(mesh, specs[keys]) for keys, _ in live]
+    return jax.tree.unflatten(jax.tree.structure(state), flat)

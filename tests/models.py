@@ -1,0 +1,147 @@
+"""A zoo of small NNX models, each of the shapes that the strategies must get right."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+class Mlp(nnx.Module):
+    def __init__(self, width, hidden, rngs):
+        self.up = nnx.Linear(width, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+class GatedMlp(nnx.Module):
+    def __init__(self, width, hidden, rngs):
+        self.gate = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(width, hidden, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+
+class GroupedAttention(nnx.Module):
+    """Separate flat projections; KV heads are repeated or queries are grouped."""
+
+    def __init__(self, width, heads, kv_heads, depth, rngs, repeat=True):
+        self.q = nnx.Linear(width, heads * depth, use_bias=False, rngs=rngs)
+        self.k = nnx.Linear(width, kv_heads * depth, use_bias=False, rngs=rngs)
+        self.v = nnx.Linear(width, kv_heads * depth, use_bias=False, rngs=rngs)
+        self.o = nnx.Linear(heads * depth, width, use_bias=False, rngs=rngs)
+        self.heads, self.kv_heads, self.depth, self.repeat = heads, kv_heads, depth, repeat
+
+    def __call__(self, x):
+        batch, length, _ = x.shape
+        q = _rotate(self.q(x).reshape(batch, length, self.heads, self.depth))
+        k = _rotate(self.k(x).reshape(batch, length, self.kv_heads, self.depth))
+        v = self.v(x).reshape(batch, length, self.kv_heads, self.depth)
+        groups = self.heads // self.kv_heads
+        mask = jnp.tril(jnp.ones((length, length), bool))
+        if self.repeat:
+            k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+            scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / self.depth**0.5
+            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+            mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+        else:
+            q = q.reshape(batch, length, self.kv_heads, groups, self.depth)
+            scores = jnp.einsum("bqhgd,bkhd->bhgqk", q, k) / self.depth**0.5
+            weights = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+            mixed = jnp.einsum("bhgqk,bkhd->bqhgd", weights, v)
+        return self.o(mixed.reshape(batch, length, self.heads * self.depth))
+
+
+def _rotate(x):
+    length, half = x.shape[1], x.shape[-1] // 2
+    angle = jnp.arange(length)[:, None] / (100.0 ** (jnp.arange(half) / half))
+    sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Block(nnx.Module):
+    def __init__(self, width, hidden, heads, rngs):
+        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(width, rngs=rngs)
+        self.mlp = GatedMlp(width, hidden, rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nnx.Module):
+    """A decoder: unrolled, with a tied or an untied head."""
+
+    def __init__(self, rngs, *, vocab=64, width=16, hidden=32, heads=4, layers=2, tied=True):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, hidden, heads, rngs) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.head = None if tied else nnx.Linear(width, vocab, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        return self.embed.attend(x) if self.head is None else self.head(x)
+
+
+class Scanned(nnx.Module):
+    """The same decoder with its layers stacked and scanned over."""
+
+    def __init__(self, rngs, *, vocab=64, width=16, hidden=32, heads=4, layers=3):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs):
+            return Block(width, hidden, heads, rngs)
+
+        self.blocks = stack(rngs)
+
+    def __call__(self, tokens):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, block):
+            return block(x)
+
+        return self.embed.attend(run(self.embed(tokens), self.blocks))
+
+
+class ConvNet(nnx.Module):
+    """Convolutions with batch norms between them."""
+
+    def __init__(self, rngs, channels=8):
+        self.conv1 = nnx.Conv(3, channels, (3, 3), rngs=rngs)
+        self.norm1 = nnx.BatchNorm(channels, use_running_average=True, rngs=rngs)
+        self.conv2 = nnx.Conv(channels, 2 * channels, (3, 3), rngs=rngs)
+        self.conv3 = nnx.Conv(2 * channels, 2 * channels, (3, 3), rngs=rngs)
+        self.conv4 = nnx.Conv(2 * channels, channels, (3, 3), rngs=rngs)
+        self.head = nnx.Linear(channels, 4, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm1(self.conv1(x)))
+        x = nnx.relu(self.conv2(x))
+        x = nnx.max_pool(x, (2, 2), (2, 2))
+        x = self.conv4(nnx.relu(self.conv3(x)))
+        return self.head(x.mean((1, 2)))
+
+
+class Einsums(nnx.Module):
+    """Attention and a fused gated MLP written with nnx.Einsum."""
+
+    def __init__(self, rngs, width=16, heads=4, depth=8, hidden=32):
+        self.qkv = nnx.Einsum("bsw,cwhd->cbshd", (3, width, heads, depth), rngs=rngs)
+        self.out = nnx.Einsum("bshd,hdw->bsw", (heads, depth, width), (width,), rngs=rngs)
+        self.up = nnx.Einsum("bsw,cwm->cbsm", (2, width, hidden), rngs=rngs)
+        self.down = nnx.Einsum("bsm,mw->bsw", (hidden, width), rngs=rngs)
+
+    def __call__(self, x):
+        q, k, v = self.qkv(x)
+        x = x + self.out(jax.nn.dot_product_attention(q, k, v))
+        gate, up = self.up(x)
+        return x + self.down(nnx.silu(gate) * up)
