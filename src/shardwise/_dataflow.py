@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import jax
 
 from ._factors import Dim, Factor, fresh, resolve, unify
 
@@ -179,19 +177,16 @@ class Tracer:
         return Flow(leaf_groups, groups)
 
 
-def trace_flow(function: Callable[..., Any], leaves: Any, inputs: Any) -> Flow:
-    """Returns how the leaves' dims flow through `function(leaves, inputs)`.
+def follow(closed: Any, count: int) -> Flow:
+    """Returns how the dims of the first `count` inputs flow through a closed jaxpr.
 
     Args:
-        function: what to trace; called with abstract values only.
-        leaves: pytree of the arrays whose dims are followed.
-        inputs: pytree of the arrays that the values of interest depend on.
+        closed: the traced function, from `jax.make_jaxpr`.
+        count: how many of its inputs are leaves; the rest are what activations depend on.
     """
-    closed = jax.make_jaxpr(function)(leaves, inputs)
     tracer = Tracer()
-    count = len(jax.tree.leaves(leaves))
     values = [
-        tracer.unknown(var.aval.shape, live=i >= count)
+        tracer.unknown(getattr(var.aval, "shape", ()), live=i >= count)
         for i, var in enumerate(closed.jaxpr.invars)
     ]
     consts = [tracer.unknown(getattr(c, "shape", ())) for c in closed.consts]

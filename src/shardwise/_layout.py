@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _lockfile
-from ._dataflow import Flow, trace_flow
+from ._dataflow import Flow, follow
 from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, show_mesh
 from ._model import AbstractModel, Model, abstract_model, leaves_of
@@ -330,10 +330,11 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
     )
     try:
         with jax.sharding.use_abstract_mesh(auto), nnx.use_eager_sharding(False):
-            return trace_flow(forward, abstract.state, (args, kwargs))
+            closed = jax.make_jaxpr(forward)(abstract.state, (args, kwargs))
     except Exception as error:
         shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", inputs)
         raise ValueError(
             f"the model cannot be called with inputs={shapes}: {type(error).__name__}: {error}"
         ) from error
+    return follow(closed, len(jax.tree.leaves(abstract.state)))
 

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from ._dataflow import trace_flow
+from ._dataflow import follow
 from ._leaf import Leaf
 from ._model import Keys, keyed_leaves, show_path
 from ._spec import make_spec, padded, show_spec
@@ -122,9 +122,10 @@ def _specs_by_update(
         gradients, state = followed
         return tx.update(gradients, state, parameters)
 
-    flow = trace_flow(update, (parameters, state), parameters)
-    axes_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+    closed = jax.make_jaxpr(update)((parameters, state), parameters)
     count = len(jax.tree.leaves(parameters))
+    flow = follow(closed, count + len(jax.tree.leaves(state)))
+    axes_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     for groups, owner in zip(flow.leaf_groups[:count], owners.values(), strict=True):
         for group, axes in zip(groups, padded(owner.spec, owner.ndim), strict=True):
             axes_of.setdefault(tuple(group), []).append(axes)

@@ -12,12 +12,14 @@ Transfer = Callable[[Tracer, Any, list[Val]], list[Val]]
 RULES: dict[str, Transfer] = {}
 
 _ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp
-clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp
-exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max
-min mul name ne neg nextafter not optimization_barrier or pow population_count pvary pcast
-real reduce_precision rem round rsqrt select_n sharding_constraint shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor mesh_cast reshard
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+cbrt ceil clamp clz complex conj convert_element_type copy cos cosh device_put digamma div eq eq_to
+erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac igamma_grad_a imag integer_pow is_finite
+layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg
+nextafter not one_minus_square optimization_barrier or polygamma polynomial population_count pow pvary
+real reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n
+sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+stop_gradient sub tan tanh with_memory_space_constraint xor zeros_like zeta
 """.split()
 
 
@@ -66,7 +68,7 @@ def unknown_primitive(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 @_rule(*_ELEMENTWISE)
 def _elementwise(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     live, past = _past(values)
-    if len(eqn.outvars) > 1:  # optimization_barrier: each operand to its own output
+    if len(eqn.outvars) > 1:  # optimization_barrier, device_put: each operand to its own output
         return list(values)
     (shape,) = _shapes(eqn)
     dims = [fresh(size) for size in shape]
@@ -90,7 +92,7 @@ def _transpose(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     return [Val([x.dims[d] for d in eqn.params["permutation"]], x.live, x.past)]
 
 
-@_rule("reshape", "squeeze", "expand_dims")
+@_rule("reshape", "squeeze")
 def _reshape(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     x, (shape,) = values[0], _shapes(eqn)
     dims = regroup(x.dims, shape)
@@ -101,11 +103,13 @@ def _reshape(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     return [Val(dims, x.live, x.past)]
 
 
-@_rule("broadcast_in_dim")
+@_rule("broadcast_in_dim", "broadcast_to")
 def _broadcast(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     x, (shape,) = values[0], _shapes(eqn)
     dims = [fresh(size) for size in shape]
-    for dim, to in enumerate(eqn.params["broadcast_dimensions"]):
+    first = len(shape) - len(x.dims)
+    places = eqn.params.get("broadcast_dimensions", range(first, len(shape)))
+    for dim, to in enumerate(places):
         if eqn.invars[0].aval.shape[dim] == shape[to]:
             dims[to] = x.dims[dim]
     return [Val(dims, x.live, x.past)]
@@ -320,21 +324,79 @@ def _update_slice(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     return [Val(operand.dims, live, past)]
 
 
+@_rule("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+def _scatter(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    operand, updates = values[0], values[2]
+    numbers = eqn.params["dimension_numbers"]
+    sizes, update_sizes = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
+    window = iter(numbers.update_window_dims)
+    skipped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    for d, dim in enumerate(operand.dims):
+        if d in skipped:
+            tracer.breaks(dim, "it is written at positions that vary")
+            continue
+        other = next(window)
+        if update_sizes[other] == sizes[d]:
+            tracer.same(dim, updates.dims[other], "two dims that meet do not line up")
+        else:
+            tracer.breaks(dim, "a part of it is overwritten")
+            tracer.breaks(updates.dims[other], "it overwrites a part of another dim")
+    live, past = _past(values)
+    return [Val(operand.dims, live, past)]
+
+
+@_rule("unstack")
+def _unstack(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    (x,) = values
+    axis = eqn.params["axis"]
+    tracer.breaks(x.dims[axis], "it is cut into parts")
+    rest = [d for i, d in enumerate(x.dims) if i != axis]
+    return [Val(rest, x.live, x.past) for _ in eqn.outvars]
+
+
+@_rule("stack")
+def _stack(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    axis, (shape,) = eqn.params["axis"], _shapes(eqn)
+    live, past = _past(values)
+    for x in values[1:]:
+        for a, b in zip(values[0].dims, x.dims, strict=True):
+            tracer.same(a, b, "two dims that meet do not line up")
+    dims = list(values[0].dims)
+    dims.insert(axis, fresh(shape[axis]))
+    return [Val(dims, live, past)]
+
+
+@_rule("debug_callback", "debug_print", "check", "inspect_sharding")
+def _no_effect(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
+    return [tracer.unknown(shape) for shape in _shapes(eqn)]
+
+
 @_rule("scan")
 def _scan(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
-    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
-    head, carry = values[:consts], values[consts : consts + carries]
-    scanned = values[consts + carries :]
+    # Which operands are carried and which are scanned is told by ranks alone, since the
+    # parameters that say so differ between versions of JAX.
+    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+    ranks = [len(var.aval.shape) for var in body.invars]
+    kept = [v for v, rank in zip(values, ranks, strict=True) if len(v.dims) == rank]
+    scanned = values[len(kept) :]
+    carries = sum(
+        len(out.aval.shape) == len(inner.aval.shape)
+        for out, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    carry = kept[len(kept) - carries :]
     for x in scanned:
         tracer.scanned.append(x.dims[0])
     inner = [Val(x.dims[1:], x.live, x.past) for x in scanned]
-    outputs = tracer.call(eqn.params["jaxpr"], [*head, *carry, *inner])
+    outputs = tracer.call(eqn.params["jaxpr"], [*kept, *inner])
     _tie(tracer, carry, outputs[:carries])
-    live = [Val(x.dims, x.live or y.live, x.past | y.past) for x, y in zip(outputs, carry, strict=False)]
+    carried = [
+        Val(x.dims, x.live or y.live, x.past | y.past)
+        for x, y in zip(outputs[:carries], carry, strict=True)
+    ]
     stacked = [Val([fresh(eqn.params["length"]), *y.dims], y.live, y.past) for y in outputs[carries:]]
     for y in stacked:
         tracer.scanned.append(y.dims[0])
-    return [*live, *stacked]
+    return [*carried, *stacked]
 
 
 @_rule("while")

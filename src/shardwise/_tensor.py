@@ -62,6 +62,15 @@ def tensor(axis: str) -> Tensor:
     return Tensor(axis)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A group that may be split, the leaf dims that go with it, and the factor split with it."""
+
+    group: int
+    members: Sequence[tuple[int, int]]
+    inner: int | None = None
+
+
 class _Choice:
     """Chooses which groups of dims to split."""
 
@@ -76,35 +85,37 @@ class _Choice:
     def splits(self) -> Mapping[int, Split]:
         """Returns the split of each leaf that the trace says anything about."""
         refused: dict[int, str] = {}
-        candidates: list[int] = []
-        for group in self.members:
-            why = self._refuse(group)
-            if why is None:
-                candidates.append(group)
-            else:
+        candidates: list[_Candidate] = []
+        for group, members in self.members.items():
+            why = self._refuse(group, members)
+            if why is None and self.flow.groups[group].size % self.ways:
+                why = f"its size {self.flow.groups[group].size} cannot be split {self.ways} ways"
+                candidates += self._with_inner(group)
+            elif why is None:
+                candidates.append(_Candidate(group, members))
+            if why is not None:
                 refused[group] = why
-        chosen: dict[int, tuple[int, int]] = {}
-        for group in sorted(candidates, key=self._preference):
-            rivals = [index for index, _ in self.members[group] if index in chosen]
+        chosen: dict[int, tuple[_Candidate, int]] = {}
+        for candidate in sorted(candidates, key=self._preference):
+            rivals = [index for index, _ in candidate.members if index in chosen]
             if rivals:
                 rival = self.leaves[rivals[0]].path
-                refused[group] = f"{rival} is already split along another dim"
+                refused[candidate.group] = f"{rival} is already split along another dim"
                 continue
-            for index, dim in self.members[group]:
-                chosen[index] = (group, dim)
+            for index, dim in candidate.members:
+                chosen[index] = (candidate, dim)
         found: dict[int, Split] = {}
         for index in range(len(self.leaves)):
             if index in chosen:
-                group, dim = chosen[index]
-                found[index] = Split(dim, self._describe(index, dim, group))
+                candidate, dim = chosen[index]
+                found[index] = Split(dim, self._describe(index, dim, candidate))
             else:
                 found[index] = Split(None, self._left_alone(index, refused))
         return found
 
-    def _refuse(self, group: int) -> str | None:
-        """Returns why a group must not be split, or None if it may be."""
+    def _refuse(self, group: int, members: Sequence[tuple[int, int]], place: int = 0) -> str | None:
+        """Returns why a group must not be split, or None if its flow allows it."""
         info: Group = self.flow.groups[group]
-        members = self.members[group]
         if info.scanned:
             return "a loop steps along it"
         if info.is_input:
@@ -124,25 +135,50 @@ class _Choice:
             leaf = self.leaves[index]
             if sum(i == index for i, _ in members) > 1:
                 return f"{leaf.path} has it twice"
-            if self.flow.leaf_groups[index][dim][0] != group:
+            if self.flow.leaf_groups[index][dim][place : place + 1] != [group]:
                 return f"it is not the outermost factor of dim {dim} of {leaf.path}"
             taken = padded(leaf.spec, leaf.ndim)
             if taken[dim] or any(self.axis in entry for entry in taken):
                 return f"an earlier rule already splits {leaf.path}"
-        if info.size % self.ways:
-            return f"its size {info.size} cannot be split {self.ways} ways"
         return None
 
-    def _preference(self, group: int) -> tuple[bool, int, int]:
-        """Sorts pairs before lone columns, then by the bytes that are split."""
-        info = self.flow.groups[group]
-        weight = sum(self.leaves[index].bytes for index, _ in self.members[group])
-        return (not info.sites, -weight, self.members[group][0][0])
+    def _with_inner(self, group: int) -> list[_Candidate]:
+        """Returns the split of a group that is too small together with the factor inside it.
 
-    def _describe(self, index: int, dim: int, group: int) -> str:
-        info = self.flow.groups[group]
-        others = [self.leaves[i].path for i, _ in self.members[group] if i != index]
-        with_text = f" with {', '.join(others[:4])}{' …' if len(others) > 4 else ''}" if others else ""
+        Eight KV heads cannot be split sixteen ways, but the query heads that are grouped
+        under them can; the leaves that have the KV heads alone stay whole.
+        """
+        size = self.flow.groups[group].size
+        if self.ways % size:
+            return []
+        inside = {
+            self.flow.leaf_groups[index][dim][1]
+            for index, dim in self.members[group]
+            if len(self.flow.leaf_groups[index][dim]) > 1
+        }
+        found = []
+        for inner in inside:
+            members = self.members[inner]
+            under = all(self.flow.leaf_groups[i][d][:2] == [group, inner] for i, d in members)
+            fits = self.flow.groups[inner].size % (self.ways // size) == 0
+            if under and fits and self._refuse(inner, members, place=1) is None:
+                found.append(_Candidate(group, members, inner))
+        return found
+
+    def _preference(self, candidate: _Candidate) -> tuple[bool, int, int]:
+        """Sorts pairs before lone columns, then by the bytes that are split."""
+        info = self.flow.groups[candidate.group]
+        weight = sum(self.leaves[index].bytes for index, _ in candidate.members)
+        return (not info.sites, -weight, candidate.members[0][0])
+
+    def _describe(self, index: int, dim: int, candidate: _Candidate) -> str:
+        info = self.flow.groups[candidate.group]
+        others = [self.leaves[i].path for i, _ in candidate.members if i != index]
+        more = " …" if len(others) > 4 else ""
+        together = f" with {', '.join(others[:4])}{more}" if others else ""
+        size = str(info.size)
+        if candidate.inner is not None:
+            size += f" x {self.flow.groups[candidate.inner].size}"
         sums = len(info.sites)
         if not sums:
             effect = "its outputs leave the model split; no all-reduce"
@@ -150,7 +186,7 @@ class _Choice:
             effect = f"{sums} all-reduce{'s' if sums > 1 else ''} in the forward pass"
         looked = any(site.kind == "lookup" for site in info.sites)
         word = "looked up" if looked else "traced"
-        return f"dim {dim}, {word} as one dim of {info.size}{with_text}: {effect}"
+        return f"dim {dim}, {word} as one dim of {size}{together}: {effect}"
 
     def _left_alone(self, index: int, refused: Mapping[int, str]) -> str:
         parts = []
