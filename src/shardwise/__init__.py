@@ -15,6 +15,7 @@ from ._leaf import Opinion as Opinion
 from ._mesh import mesh as mesh
 from ._place import init as init
 from ._place import shard as shard
+from ._recipe import Recipe as Recipe
 from ._rules import by_rank as by_rank
 from ._rules import replicate as replicate
 from ._strategies import fsdp as fsdp

@@ -38,10 +38,8 @@ class Fsdp:
         already = [a for entry in taken for a in entry if a in self.axes]
         if already:
             return Opinion(None, f"an earlier rule already uses axis {already[0]!r}")
-        if leaf.shard_bytes < self.min_bytes:
-            return Opinion(
-                None, f"{leaf.shard_bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
-            )
+        if leaf.bytes < self.min_bytes:
+            return Opinion(None, f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}")
         dims = divisible_dims(leaf.shape, taken, ways, skip=leaf.stacked)
         if not dims:
             return Opinion(None, f"no free dim of {leaf.shape} divides {ways} ways")
@@ -66,7 +64,7 @@ def fsdp(*axes: str, min_bytes: int = MIN_BYTES) -> Fsdp:
 
     Args:
         *axes: one axis of the mesh or several, which then split the dim together.
-        min_bytes: a leaf of which one device would hold fewer bytes is left whole.
+        min_bytes: a leaf of fewer bytes is left whole: gathering it would cost more than it saves.
 
     Example:
         >>> import shardwise as sw

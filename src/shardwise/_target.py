@@ -1,0 +1,119 @@
+"""Targets of the command line: `path/to/file.py:name` or `package.module:name`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ._recipe import Recipe
+
+
+def load_target(target: str) -> Any:
+    """Returns what a target names: a factory, a model, or a `Recipe`.
+
+    Raises:
+        ValueError: the file, the module or the name is not there, or importing it failed.
+    """
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise ValueError(
+            f"target {target!r} does not name a factory: "
+            f"write path/to/file.py:name or package.module:name"
+        )
+    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+    found: Any = module
+    for step in name.split("."):
+        try:
+            found = getattr(found, step)
+        except AttributeError:
+            names = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
+            near = difflib.get_close_matches(step, names, n=3) or names[:5]
+            hint = f"; it has {', '.join(near)}" if near else ""
+            raise ValueError(f"target {target!r}: {place} has no {step!r}{hint}") from None
+    if not (isinstance(found, Recipe | nnx.Module) or callable(found)):
+        raise ValueError(
+            f"target {target!r} is a {type(found).__name__}: name a factory, an nnx.Module or a Recipe"
+        )
+    return found
+
+
+def parse_inputs(text: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the inputs written as `int32[8,128]`, several joined by `;`.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    found = []
+    for part in text.split(";"):
+        match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*)?)\]\s*", part)
+        try:
+            assert match is not None
+            dtype = jnp.dtype(match[1])
+        except (AssertionError, TypeError):
+            raise ValueError(
+                f"inputs {text!r} have {part.strip()!r}: write dtype[shape], such as int32[8,128], "
+                f"several joined by ;"
+            ) from None
+        shape = tuple(int(size) for size in match[2].split(",") if size.strip())
+        found.append(jax.ShapeDtypeStruct(shape, dtype))
+    return tuple(found)
+
+
+def last_frame(error: BaseException) -> str:
+    """Returns `file.py:12` of the innermost frame that is the user's own, or nothing."""
+    ours = os.path.dirname(__file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        installed = "site-packages" in frame.filename or frame.filename.startswith("<")
+        if not installed and not frame.filename.startswith(ours):
+            return f", at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _load_file(place: str) -> ModuleType:
+    path = Path(place)
+    if not path.is_file():
+        raise ValueError(f"target file {place} does not exist")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(_failed(place, error)) from error
+    return module
+
+
+def _load_module(place: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name and (place == error.name or place.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"target module {place} does not exist (looked in the current folder and among "
+                f"installed packages); a file is named as path/to/file.py:name"
+            ) from error
+        raise ValueError(_failed(place, error)) from error
+    except Exception as error:
+        raise ValueError(_failed(place, error)) from error
+
+
+def _failed(place: str, error: Exception) -> str:
+    return f"importing {place} failed: {type(error).__name__}: {error}{last_frame(error)}"
