@@ -14,7 +14,7 @@ from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout
 from ._leaf import Leaf
 from ._model import keyed_leaves, show_path
-from ._spec import make_spec, show_spec, spec_axes
+from ._spec import normal_spec, show_spec
 from ._table import show_bytes
 
 
@@ -23,7 +23,7 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
 
     Args:
         layout: the plan; for an optimizer's state, that of `layout.for_optimizer(tx)`.
-        live: a model, its state, or an optimizer's state.
+        live: a model, its state, an optimizer's state, or an `nnx.Optimizer`.
         allow: findings that are meant, by code and path pattern.
 
     Example:
@@ -36,6 +36,8 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"audit takes a layout first, got a {type(layout).__name__}")
+    if isinstance(live, nnx.Optimizer):
+        live = live.opt_state
     state = nnx.split(live)[1] if isinstance(live, nnx.Module) else live
     return sift(_findings(layout, dict(keyed_leaves(state))), allow)
 
@@ -45,7 +47,12 @@ def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Findi
     planned = {leaf.keys: leaf for leaf in layout.leaves}
     for keys, leaf in planned.items():
         if keys not in live:
-            yield make_finding("SW202", leaf.path, "the layout has this leaf, the model has not")
+            yield make_finding(
+                "SW202",
+                leaf.path,
+                f"the layout has this leaf of {show_bytes(leaf.bytes)}, the model has not",
+                "make the layout again from this model",
+            )
         elif not _alike(leaf, live[keys]):
             array = live[keys]
             yield make_finding(
@@ -58,7 +65,10 @@ def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Findi
     for keys in live:
         if keys not in planned:
             yield make_finding(
-                "SW203", show_path(keys), "the model has this leaf, the layout has not"
+                "SW203",
+                show_path(keys),
+                f"the model has this leaf of {show_bytes(_bytes(live[keys]))}, the layout has not",
+                "make the layout again from this model",
             )
 
 
@@ -66,6 +76,8 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
     yield from structure_findings(layout, live)
     for leaf in layout.leaves:
         array = live.get(leaf.keys)
+        for fault in leaf.faults:
+            yield make_finding(fault.code, leaf.path, fault.message, fault.help)
         if array is None or not _alike(leaf, array) or leaf.faults:
             continue
         sharding = getattr(array, "sharding", None)
@@ -73,13 +85,16 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
             yield make_finding(
                 "SW201",
                 leaf.path,
-                f"planned {show_spec(leaf.spec)}, but it is a {type(array).__name__} without devices",
+                f"planned {show_spec(leaf.spec)}, but its {show_bytes(leaf.bytes)} lie on the host, "
+                f"as {type(array).__name__}",
                 "place it with sw.shard(model, layout)",
             )
         elif not _as_planned(layout, leaf, sharding):
             held = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
             over = held - leaf.shard_bytes
-            cost = f"{show_bytes(abs(over))} {'more' if over >= 0 else 'less'} on each device"
+            cost = f"{show_bytes(abs(over))} {'more' if over > 0 else 'less'} on each device"
+            if not over:
+                cost = "as many bytes, but other parts or other devices"
             yield make_finding(
                 "SW201",
                 leaf.path,
@@ -91,6 +106,10 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
             )
 
 
+def _bytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize if hasattr(array, "dtype") else 0
+
+
 def _alike(leaf: Leaf, array: Any) -> bool:
     same_shape = tuple(getattr(array, "shape", (-1,))) == leaf.shape
     return same_shape and getattr(array, "dtype", None) == leaf.dtype
@@ -100,7 +119,8 @@ def _as_planned(layout: Layout, leaf: Leaf, sharding: Any) -> bool:
     if isinstance(layout.mesh, Mesh):
         return sharding.is_equivalent_to(NamedSharding(layout.mesh, leaf.spec), leaf.ndim)
     if isinstance(sharding, NamedSharding):
-        return make_spec(spec_axes(sharding.spec)) == make_spec(spec_axes(leaf.spec))
+        if normal_spec(sharding.spec) != normal_spec(leaf.spec):
+            return False
     return tuple(sharding.shard_shape(leaf.shape)) == leaf.shard_shape
 
 

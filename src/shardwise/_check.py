@@ -10,13 +10,14 @@ from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout
 from ._leaf import Leaf
 from ._mesh import show_mesh
-from ._rules import REPLICATED_ON_PURPOSE
 from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
 from ._table import show_bytes
 
 REPLICATED_BYTES = 2**20
-# Axes that split the batch: parameters need not use them.
+# Axes that split the batch: parameters need not use them, and what is stored in parts along them
+# is gathered before use.
 BATCH_AXES = ("data", "batch", "dp", "replica")
+GATHERED_AXES = (*BATCH_AXES, "fsdp")
 
 
 def check(
@@ -112,9 +113,7 @@ def _stack_lost(leaf: Leaf, context: str) -> Iterator[Finding]:
 def _replicated(
     leaf: Leaf, total: int, threshold: int, devices: int, context: str
 ) -> Iterator[Finding]:
-    if leaf.bytes < threshold or leaf.copies < devices or devices == 1:
-        return
-    if leaf.reason.endswith(REPLICATED_ON_PURPOSE):
+    if leaf.bytes < threshold or leaf.copies < devices or devices == 1 or leaf.meant:
         return
     taken: list[Axes] = [()] * leaf.ndim
     for axis, size in sorted(leaf.sizes.items(), key=lambda item: -item[1]):
@@ -134,7 +133,7 @@ def _replicated(
         f"{100 * leaf.bytes / total:.1f}% of the model's {show_bytes(total)}, and "
         f"{show_bytes(leaf.bytes * (devices - 1))} of copies",
         f"{show_spec(spec)} would leave {show_bytes(left)} on each; "
-        f"sw.replicate() says that whole is meant",
+        f"allow={{'SW105': {leaf.path!r}}} if whole is meant",
         f"{context}  ({leaf.reason})",
     )
 
@@ -155,8 +154,8 @@ def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
         yield make_finding(
             "SW106",
             bias.path,
-            f"it is {show_spec(bias.spec)}, but is added to the output of {kernel.path}, "
-            f"whose last dims are split {show_spec(make_spec(used))}",
+            f"it is {show_spec(bias.spec)}, but is added to the output of {kernel.path}, which is "
+            + (f"split {show_spec(make_spec(used))}" if any(used) else "whole"),
             f"give it {show_spec(make_spec(wanted))}",
             f"kernel shape {kernel.shape} spec {show_spec(kernel.spec)}  "
             f"bias shape {bias.shape} spec {show_spec(bias.spec)}  mesh {mesh}",
@@ -165,11 +164,14 @@ def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
 
 def _used(leaf: Leaf, dim: int) -> Axes:
     axes = padded(leaf.spec, leaf.ndim)[dim]
-    return tuple(a for a in axes if a not in leaf.gathered and leaf.sizes[a] > 1)
+    skipped = (*leaf.gathered, *GATHERED_AXES)
+    return tuple(a for a in axes if a not in skipped and leaf.sizes[a] > 1)
 
 
 def _unused_axes(layout: Layout) -> Iterator[Finding]:
     used = {a for leaf in layout.leaves for entry in padded(leaf.spec, 0) for a in entry}
+    if not layout.leaves:
+        return
     for axis, size in layout.mesh.shape.items():
         if size > 1 and axis not in used and axis not in BATCH_AXES:
             yield make_finding(

@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ._rules import pattern_regex
+from ._model import split_path
+from ._rules import pattern_regex, steps_text
 
 ERROR, WARNING = "error", "warning"
 
@@ -138,7 +139,8 @@ class Findings(Sequence[Finding]):
         """Returns them all, those alike but for a layer's number as one."""
         groups: dict[tuple[str, ...], list[Finding]] = {}
         for finding in self.items:
-            alike = (_numberless(finding.path), finding.code, _numberless(finding.message))
+            # Alike but for a layer's number: all else must be the same to the letter.
+            alike = tuple(_numberless(t) for t in dataclasses.astuple(finding))
             groups.setdefault(alike, []).append(finding)
         blocks = []
         for group in groups.values():
@@ -175,15 +177,20 @@ def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
     """
     found = list(found)
     patterns = []
+    form = "allow maps codes to path patterns: {'SW105': 'embed.**'}"
+    if allow is not None and not isinstance(allow, Mapping):
+        raise ValueError(f"allow is a {type(allow).__name__}: {form}")
     for code, given in (allow or {}).items():
         if code not in CODES:
             raise ValueError(f"allow names {code!r}, which is no code: they are {', '.join(CODES)}")
+        if not isinstance(given, str | list | tuple) or not all(isinstance(p, str) for p in given):
+            raise ValueError(f"allow has {given!r} for {code}: {form}")
         patterns += [(code, p) for p in ((given,) if isinstance(given, str) else given)]
     regexes = {pattern: pattern_regex(pattern) for _, pattern in patterns}
     needed: set[tuple[str, str]] = set()
     kept, allowed = [], []
     for finding in found:
-        text = "".join(f"{step}\0" for step in finding.path.split("."))
+        text = steps_text(split_path(finding.path))
         hits = [(c, p) for c, p in patterns if c == finding.code and regexes[p].fullmatch(text)]
         needed.update(hits)
         (allowed if hits else kept).append(finding)
@@ -205,7 +212,7 @@ def _count(items: Sequence[Any], word: str) -> str:
 
 
 def _numberless(text: str) -> str:
-    return re.sub(r"\d+", "#", text)
+    return re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)|(?<=\.)\d+$", "#", text)
 
 
 def _escape(text: str, is_property: bool = False) -> str:

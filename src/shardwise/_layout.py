@@ -144,7 +144,7 @@ class Layout:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the layout as a lockfile: JSON that is stable and easy to review."""
-        _lockfile.write(path, self.mesh, self.leaves)
+        _lockfile.write(path, self.mesh, self.leaves, self.dead_patterns)
 
     def __str__(self) -> str:
         """Returns a table: path, shape, spec, shard, bytes per device, copies."""
@@ -159,7 +159,7 @@ class Layout:
         wrong = sum(bool(leaf.faults) for leaf in self.leaves)
         note = f"; {wrong} with errors, counted whole: see sw.check" if wrong else ""
         return (
-            f"{len(self.leaves)} leaves on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
+            f"{len(self.leaves)} {'leaf' if len(self.leaves) == 1 else 'leaves'} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
             f"of {show_bytes(self.total_bytes)} on each of {self.mesh.size} devices (exact){note}"
         )
 
@@ -255,7 +255,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
         >>> sw.load_layout("/tmp/layout.json")["kernel"].shape
         (8, 16)
     """
-    saved_mesh, leaves = _lockfile.read(path)
+    saved_mesh, leaves, dead = _lockfile.read(path)
     tree: dict[Any, Any] = {}
     for i, leaf in enumerate(leaves):
         node = tree
@@ -264,7 +264,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
         node[leaf.keys[-1] if leaf.keys else ""] = i
     order = jax.tree.leaves(tree)
     ordered = tuple(leaves[i] for i in order)
-    found = Layout(saved_mesh, ordered, jax.tree.structure(tree))
+    found = Layout(saved_mesh, ordered, jax.tree.structure(tree), dead)
     return found if mesh is None else found.on(mesh)
 
 
@@ -296,7 +296,12 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
         reason = f"{leaf.reason}; then {reason}"
     kept = leaf.gathered if said.refines else frozenset()
     return dataclasses.replace(
-        leaf, spec=said.spec, reason=reason, trail=trail, gathered=kept | said.gathered
+        leaf,
+        spec=said.spec,
+        reason=reason,
+        trail=trail,
+        gathered=kept | said.gathered,
+        meant=said.meant,
     )
 
 

@@ -24,6 +24,7 @@ class Opinion:
         reason: one sentence.
         source: the rule's name; filled in by `layout`.
         refines: it adds to the spec of the rules before it, rather than replacing it.
+        meant: being whole is on purpose, and no finding.
         gathered: axes along which the leaf is only stored in parts and gathered before
             use (FSDP), so that its neighbours need not match it.
         clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
@@ -33,6 +34,7 @@ class Opinion:
     reason: str = ""
     source: str = ""
     refines: bool = False
+    meant: bool = False
     gathered: frozenset[str] = frozenset()
     clashes: tuple[tuple[str, P], ...] = ()
 
@@ -54,6 +56,7 @@ class Leaf:
         stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`).
         trail: every rule's opinion, in order.
         gathered: axes that FSDP put there.
+        meant: it was left whole on purpose.
         owner: the type of the module that holds it.
     """
 
@@ -69,6 +72,7 @@ class Leaf:
     stacked: tuple[int, ...] = ()
     trail: tuple[Opinion, ...] = ()
     gathered: frozenset[str] = frozenset()
+    meant: bool = False
     owner: str = ""
 
     @property

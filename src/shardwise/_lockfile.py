@@ -12,17 +12,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-from ._leaf import Leaf
+from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, mesh_types
-from ._model import show_path
+from ._model import show_path, split_path
 from ._spec import parse_spec, show_spec
 
 FORMAT = 1
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def write(path: str | os.PathLike[str], mesh: AnyMesh, leaves: Sequence[Leaf]) -> None:
+def write(
+    path: str | os.PathLike[str],
+    mesh: AnyMesh,
+    leaves: Sequence[Leaf],
+    dead_patterns: Sequence[tuple[str, str]],
+) -> None:
     """Writes a lockfile, whole or not at all."""
     head = {
         "format": FORMAT,
@@ -30,6 +36,7 @@ def write(path: str | os.PathLike[str], mesh: AnyMesh, leaves: Sequence[Leaf]) -
         "mesh": dict(mesh.shape),
         "axis_types": mesh_types(mesh),
         "total_bytes": sum(leaf.bytes for leaf in leaves),
+        "dead_patterns": [list(pair) for pair in dead_patterns],
         "bytes_per_device": sum(leaf.bytes if leaf.faults else leaf.shard_bytes for leaf in leaves),
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -45,8 +52,10 @@ def write(path: str | os.PathLike[str], mesh: AnyMesh, leaves: Sequence[Leaf]) -
         raise ValueError(f"the layout cannot be written to {target}: {error.strerror}") from error
 
 
-def read(path: str | os.PathLike[str]) -> tuple[AbstractMesh, list[Leaf]]:
-    """Returns the mesh, abstract, and the leaves of a lockfile.
+def read(
+    path: str | os.PathLike[str],
+) -> tuple[AbstractMesh, list[Leaf], tuple[tuple[str, str], ...]]:
+    """Returns the mesh, abstract, the leaves and the dead patterns of a lockfile.
 
     Raises:
         ValueError: it cannot be read, or is not one.
@@ -64,7 +73,8 @@ def read(path: str | os.PathLike[str]) -> tuple[AbstractMesh, list[Leaf]]:
         sizes = {str(axis): int(size) for axis, size in data["mesh"].items()}
         types = tuple(AxisType[data["axis_types"][axis]] for axis in sizes)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-        return mesh, [_leaf(row, sizes) for row in data["leaves"]]
+        dead = tuple((str(pattern), str(near)) for pattern, near in data["dead_patterns"])
+        return mesh, [_leaf(row, sizes) for row in data["leaves"]], dead
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
 
@@ -82,6 +92,16 @@ def _row(leaf: Leaf) -> dict[str, Any]:
     row["reason"] = leaf.reason
     if _keys(leaf.path) != leaf.keys:
         row["keys"] = list(leaf.keys)
+    # What a check needs beyond the spec itself: a saved layout has the same findings.
+    if leaf.names is not None:
+        row["names"] = show_spec(P(*leaf.names))
+    deciders = [o for o in leaf.trail if o.spec is not None and not o.refines]
+    if deciders:
+        row["by"] = deciders[-1].source
+        if deciders[-1].clashes:
+            row["clashes"] = [[p, show_spec(spec)] for p, spec in deciders[-1].clashes]
+    if leaf.meant:
+        row["meant"] = True
     if leaf.gathered:
         row["gathered"] = sorted(leaf.gathered)
     if leaf.stacked:
@@ -93,6 +113,9 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
     keys = tuple(row["keys"]) if "keys" in row else _keys(row["path"])
     if show_path(keys) != row["path"]:
         raise ValueError(f"path {row['path']!r} and keys {keys!r} disagree")
+    spec = parse_spec(row["spec"])
+    clashes = tuple((pattern, parse_spec(said)) for pattern, said in row.get("clashes", ()))
+    trail = (Opinion(spec, row["reason"], row["by"], clashes=clashes),) if "by" in row else ()
     return Leaf(
         path=row["path"],
         keys=keys,
@@ -100,15 +123,18 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         dtype=_dtype(row["dtype"]),
         kind=row["kind"],
         sizes=sizes,
-        spec=parse_spec(row["spec"]),
+        spec=spec,
         reason=row["reason"],
+        names=tuple(parse_spec(row["names"])) if "names" in row else None,
+        trail=trail,
+        meant=bool(row.get("meant", False)),
         gathered=frozenset(row.get("gathered", ())),
         stacked=tuple(row.get("stacked", ())),
     )
 
 
 def _keys(path: str) -> tuple[Any, ...]:
-    return tuple(int(step) if step.isdecimal() else step for step in path.split("."))
+    return tuple(int(step) if step.isdecimal() else step for step in split_path(path))
 
 
 def _dtype(name: str) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -120,11 +122,17 @@ def show_path(keys: Keys) -> str:
     return ".".join(f"[{k!r}]" if isinstance(k, str) and "." in k else str(k) for k in keys)
 
 
-def sharding_rules_of(variable: Any) -> dict[str, Any]:
-    """Returns the logical rules that a variable carries itself."""
+def split_path(path: str) -> list[Any]:
+    """Returns the steps of a dotted path or pattern, bracketed keys whole; undoes `show_path`."""
+    steps = re.findall(r"""\['[^']*'\]|\["[^"]*"\]|[^.]+|(?<=\.)(?=\.|$)|^(?=\.|$)""", path)
+    return [ast.literal_eval(step)[0] if step[:1] == "[" else step for step in steps]
+
+
+def sharding_rules_of(variable: Any) -> Any:
+    """Returns the pairs of name and axis that a variable carries itself."""
     if not isinstance(variable, nnx.Variable):
-        return {}
-    return dict(variable.get_metadata().get("sharding_rules") or ())
+        return ()
+    return variable.get_metadata().get("sharding_rules") or ()
 
 
 def _build(make: Callable[[], Any]) -> nnx.Module:

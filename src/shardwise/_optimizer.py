@@ -59,8 +59,18 @@ def optimizer_leaves(
         if not specs:
             how = "no dim matches, so it is whole on every device"
         reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
-        gathered = owner.gathered if spec != P() else frozenset()
-        found.append(dataclasses.replace(leaf, spec=spec, reason=reason, gathered=gathered))
+        same = leaf.shape == owner.shape
+        found.append(
+            dataclasses.replace(
+                leaf,
+                spec=spec,
+                reason=reason,
+                gathered=owner.gathered,
+                meant=owner.meant,
+                names=owner.names if same else None,
+                stacked=owner.stacked if same else (),
+            )
+        )
     return found, jax.tree.structure(abstract)
 
 

@@ -15,8 +15,8 @@ from flax.core import spmd as flax_spmd
 from jax.sharding import PartitionSpec as P
 
 from ._leaf import Leaf, Opinion
-from ._model import AbstractModel, sharding_rules_of
-from ._spec import Axes, dim_axes, require_spec, show_spec
+from ._model import AbstractModel, sharding_rules_of, split_path
+from ._spec import Axes, dim_axes, normal_spec, require_spec, show_spec
 
 if TYPE_CHECKING:
     from ._dataflow import Flow
@@ -103,11 +103,10 @@ def replicate() -> Rule:
 
 
 def _replicate(leaf: Leaf) -> Opinion:
-    return Opinion(P(), REPLICATED_ON_PURPOSE)
+    return Opinion(P(), "whole on every device, as asked", meant=True)
 
 
 _replicate.__name__ = "replicate"
-REPLICATED_ON_PURPOSE = "whole on every device, as asked"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class Patterns:
 
     def matches(self, leaf: Leaf) -> list[tuple[str, P]]:
         """Returns each pattern that matches, with its spec."""
-        text = _steps(leaf.keys)
+        text = steps_text(leaf.keys)
         return [(pattern, spec) for pattern, regex, spec in self.compiled if regex.fullmatch(text)]
 
     def __call__(self, leaf: Leaf) -> Opinion | None:
@@ -128,7 +127,7 @@ class Patterns:
         if not found:
             return None
         pattern, spec = found[0]
-        disagree = any(list(other) != list(spec) for _, other in found[1:])
+        disagree = any(normal_spec(other) != normal_spec(spec) for _, other in found[1:])
         return Opinion(spec, f"path matches {pattern!r}", clashes=tuple(found) if disagree else ())
 
 
@@ -140,7 +139,7 @@ def patterns(specs: Mapping[str, P]) -> Patterns:
     """
     compiled = []
     for pattern, spec in specs.items():
-        if not isinstance(pattern, str) or not pattern or "" in pattern.split("."):
+        if not isinstance(pattern, str) or not pattern or "" in split_path(pattern):
             raise ValueError(
                 f"{pattern!r} is not a path pattern: write steps with dots, such as "
                 f"'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
@@ -150,23 +149,21 @@ def patterns(specs: Mapping[str, P]) -> Patterns:
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """Returns the regex of a path pattern, over the text that `_steps` makes."""
+    """Returns the regex of a path pattern, over the text that `steps_text` makes."""
+    glob = {"*": r"[^\x00]*", "?": r"[^\x00]"}
     parts = []
-    for step in pattern.split("."):
+    for step in split_path(pattern):
         if step == "**":
-            parts.append(r"(?:[^\0]*\0)*")
+            parts.append(r"(?:[^\x00]*\x00)*")
+        elif isinstance(step, str) and step not in pattern.split("."):  # ['a.b']: one key, as it is
+            parts.append(re.escape(step) + r"\x00")
         else:
-            glob = {"*": r"[^\0]*", "?": r"[^\0]"}
-            parts.append("".join(glob.get(c) or re.escape(c) for c in step) + r"\0")
+            parts.append("".join(glob.get(c) or re.escape(c) for c in str(step)) + r"\x00")
     return re.compile("".join(parts))
 
 
-def path_matches(pattern: str, leaf: Leaf) -> bool:
-    """Says whether `pattern` matches the leaf's path."""
-    return pattern_regex(pattern).fullmatch(_steps(leaf.keys)) is not None
-
-
-def _steps(keys: tuple[Any, ...]) -> str:
+def steps_text(keys: Sequence[Any]) -> str:
+    """Returns the text of a path's keys that a pattern's regex is matched with."""
     return "".join(f"{key}\0" for key in keys)
 
 
@@ -178,8 +175,12 @@ def annotations(model: AbstractModel, logical: Logical | None) -> Rule:
     What none of them resolves stays in the spec, for `check` to find.
     """
     table = {name: _as_axes(name, to) for name, to in (logical or {}).items()}
-    active = {name: dim_axes(to) for name, to in flax_spmd.get_logical_axis_rules() or ()}
-    own = {keys: sharding_rules_of(variable) for keys, variable in model.variables}
+    active = once(flax_spmd.get_logical_axis_rules(), "Flax's active logical axis rules")
+    own = {
+        keys: once(rules, f"the sharding_rules of {'.'.join(map(str, keys))}")
+        for keys, variable in model.variables
+        if (rules := sharding_rules_of(variable))
+    }
 
     def pick(leaf: Leaf) -> Opinion | None:
         if leaf.names is None:
@@ -190,7 +191,7 @@ def annotations(model: AbstractModel, logical: Logical | None) -> Rule:
             if name in table:
                 return table[name]
             if name in rules:
-                return dim_axes(rules[name])
+                return rules[name]
             return active.get(name, (name,))
 
         entries = []
@@ -204,6 +205,23 @@ def annotations(model: AbstractModel, logical: Logical | None) -> Rule:
 
     pick.__name__ = "annotation"
     return pick
+
+
+def once(pairs: Any, what: str) -> dict[str, Axes]:
+    """Returns Flax's pairs of name and axis as a dict.
+
+    Raises:
+        ValueError: a name goes to two places; Flax itself would silently take the last.
+    """
+    found: dict[str, Axes] = {}
+    for name, to in pairs or ():
+        axes = dim_axes(to)
+        if found.setdefault(name, axes) != axes:
+            raise ValueError(
+                f"{what} send {name!r} to {found[name] or None!r} and to {axes or None!r}: "
+                f"say it once"
+            )
+    return found
 
 
 def _as_axes(name: str, to: str | Sequence[str] | None) -> Axes:

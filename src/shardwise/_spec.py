@@ -48,6 +48,11 @@ def make_spec(axes: Iterable[Axes]) -> P:
     return P(*entries)
 
 
+def normal_spec(spec: P) -> P:
+    """Returns `spec` without trailing Nones, so that specs that mean the same are equal."""
+    return make_spec(spec_axes(spec))
+
+
 def padded(spec: P, ndim: int) -> list[Axes]:
     """Returns the axes of each of `ndim` dims; entries beyond them are kept."""
     axes = spec_axes(spec)
@@ -118,16 +123,19 @@ def faults(
     found: list[Fault] = []
     axes = spec_axes(spec)
     mesh_axes = ", ".join(sizes)
+    unresolved = 0
     for axis in dict.fromkeys(itertools.chain(*axes)):
         if axis in sizes:
             continue
         if axis in names:
+            unresolved += 1
+            to = repr(list(sizes)[-1]) if unresolved == 1 else "None"
             found.append(
                 Fault(
                     "SW109",
                     f"name {axis!r} of the annotation resolves to no axis of the mesh ({mesh_axes})",
-                    f"say where it goes: sw.layout(..., logical={{{axis!r}: {_first(sizes)!r}}}), "
-                    f"or {{{axis!r}: None}} to leave it whole",
+                    f"say where it goes: sw.layout(..., logical={{{axis!r}: {to}}})"
+                    + (f", or {{{axis!r}: None}} to leave it whole" if unresolved == 1 else ""),
                 )
             )
         else:
@@ -144,7 +152,7 @@ def faults(
             dims_of.setdefault(axis, []).append(dim)
     for axis, dims in dims_of.items():
         if len(dims) > 1:
-            where = " and ".join(f"dim {d}" for d in dims)
+            where = " and ".join(f"dim {d}" for d in dict.fromkeys(dims))
             found.append(
                 Fault(
                     "SW102",
@@ -156,8 +164,9 @@ def faults(
         found.append(
             Fault(
                 "SW103",
-                f"the spec has {len(axes)} entries but the array has {len(shape)} dims",
-                f"give at most {len(shape)} entries"
+                f"the spec has {_count(len(axes), 'entry', 'entries')} but the array has "
+                f"{_count(len(shape), 'dim', 'dims')}",
+                f"give at most {_count(len(shape), 'entry', 'entries')}"
                 if shape
                 else "a scalar cannot be split: use P()",
             )
@@ -171,7 +180,7 @@ def faults(
                 Fault(
                     "SW104",
                     f"dim {dim} (size {size}) cannot be split {ways} ways over {word} {over}",
-                    _divides(shape, axes, sizes),
+                    _divides(shape, axes, sizes, dim, sound=not found or found[0].code == "SW104"),
                 )
             )
     return found
@@ -204,28 +213,35 @@ def divisible_dims(
     return sorted(dims, key=lambda d: -shape[d])
 
 
-def _divides(shape: Sequence[int], axes: Sequence[Axes], sizes: Mapping[str, int]) -> str:
-    """Returns help that names a spec of the same axes which divides, if one exists."""
-    flat = [entry for entry in axes if entry]
-    if len(flat) <= len(shape) <= 6 and all(a in sizes for e in flat for a in e):
-        for dims in itertools.permutations(range(len(shape)), len(flat)):
-            placed: list[Axes] = [()] * len(shape)
-            for dim, entry in zip(dims, flat, strict=True):
-                placed[dim] = entry
-            split = [math.prod(sizes[a] for a in entry) for entry in placed]
-            if all(size % by == 0 for size, by in zip(shape, split, strict=True)):
-                entries = [e[0] if len(e) == 1 else (e or None) for e in placed]
-                return f"{show_spec(P(*entries))} divides evenly"
-    for dim, (size, entry) in enumerate(zip(shape, axes, strict=False)):
-        by = math.prod(sizes.get(a, 1) for a in entry)
-        if size % by:
-            rounded = -(-size // by) * by
-            return f"no order of these axes divides {tuple(shape)}; pad dim {dim} to {rounded}, or leave it whole"
-    return ""
+def _divides(
+    shape: Sequence[int], axes: Sequence[Axes], sizes: Mapping[str, int], dim: int, sound: bool
+) -> str:
+    """Returns help that names a spec of the same axes which divides, if one exists.
+
+    A spec that keeps to the same dims is preferred, then one that splits large dims.
+    """
+    by = math.prod(sizes.get(a, 1) for a in axes[dim])
+    pad = f"pad dim {dim} to {-(-shape[dim] // by) * by}, or leave it whole"
+    flat = sorted((e for e in axes if e), key=lambda e: -math.prod(sizes.get(a, 1) for a in e))
+    if not sound or not len(flat) <= len(shape) <= 6:
+        return pad
+    used = {d for d, entry in enumerate(axes) if entry}
+
+    def cost(dims: tuple[int, ...]) -> tuple[int, list[int]]:
+        return (len(set(dims) - used), [-shape[d] for d in dims])
+
+    for dims in sorted(itertools.permutations(range(len(shape)), len(flat)), key=cost):
+        splits = [math.prod(sizes[a] for a in entry) for entry in flat]
+        if all(shape[d] % ways == 0 for d, ways in zip(dims, splits, strict=True)):
+            placed = dict(zip(dims, flat, strict=True))
+            entries = [placed.get(d, ()) for d in range(len(shape))]
+            spec = P(*(e[0] if len(e) == 1 else (e or None) for e in entries))
+            return f"{show_spec(spec)} divides evenly"
+    return f"no order of these axes divides {tuple(shape)}; {pad}"
 
 
-def _first(sizes: Mapping[str, int]) -> str:
-    return list(sizes)[-1]
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _nearest(axis: str, sizes: Mapping[str, int]) -> str | None:

@@ -1,0 +1,518 @@
+"""Every code: its page, one case that has it and one that has not, and the text that it prints."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import pages
+import models
+import shardwise as sw
+from shardwise._findings import CODES
+
+PAGES = Path(__file__).parent.parent / "docs" / "codes"
+SECTIONS = ["What it finds", "Why it is bad", "Example", "Instead"]
+COLUMN, ROW = P(None, "model"), P("model")
+STACK = {nnx.PARTITION_NAME: None}
+
+
+def none(axes):
+    return sw.mesh(axes, on="none")
+
+
+def cpu(axes):
+    return sw.mesh(axes, on="cpu:8")
+
+
+def rngs():
+    return nnx.Rngs(0)
+
+
+def mlp():
+    return models.Mlp(16, 32, rngs())
+
+
+def linear(inner=8, outer=16, *, names=None, bias=False, **metadata):
+    """Returns a factory of one layer, its kernel annotated with `names`."""
+    init = nnx.initializers.lecun_normal()
+    if names is not None:
+        init = nnx.with_partitioning(init, names, **metadata)
+    return lambda: nnx.Linear(inner, outer, use_bias=bias, kernel_init=init, rngs=rngs())
+
+
+def stack(names, *, bias=False, **options):
+    """Returns a factory of three layers stacked by nnx.vmap."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=(0,), out_axes=0, **options)
+    def layers(rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+        return nnx.Linear(8, 16, kernel_init=init, use_bias=bias, rngs=rngs)
+
+    return lambda: layers(rngs())
+
+
+def check(make, axes, rules=None, *, logical=None, **options):
+    return sw.check(sw.layout(make, none(axes), rules, logical=logical), **options)
+
+
+def audit(planned, live, rules="dp", live_rules="dp"):
+    """Audits a model that lies by `live_rules` against the layout of another by `rules`."""
+    layout = sw.layout(planned, cpu("data=8"), rules)
+    return sw.audit(layout, sw.init(live, sw.layout(live, cpu("data=8"), live_rules)))
+
+
+def codes(findings):
+    return [f.code for f in findings]
+
+
+def only(findings, code):
+    (found,) = [f for f in findings if f.code == code]
+    return found
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_page_runs(code):
+    page = PAGES / f"{code}.md"
+    name, severity = CODES[code]
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert lines[:4] == [f"# {code} {name}", "", f"Severity: {severity}", ""]
+    assert [line[3:] for line in lines if line.startswith("## ")] == SECTIONS
+    (kind, example), (shown, text), (other, instead) = pages.blocks(page)
+    assert (kind, shown, other) == ("python", "text", "python")
+    assert pages.run(example, page.name) == text
+    assert f"{severity}[{code}] {name}: " in text
+    assert example.splitlines()[-1].startswith(("print(sw.check(", "print(sw.audit("))
+    assert "\nassert " in instead
+    assert pages.run(instead, page.name) == ""
+
+
+def test_every_code_has_a_page_and_both_cases_and_no_other_has():
+    assert {page.stem for page in PAGES.glob("SW*.md")} == set(CODES)
+    assert set(POSITIVE) == set(NEGATIVE) == set(CODES)
+    row = re.compile(r"^\| \[(\w+)\]\((\w+)\.md\) \| ([\w-]+) \| (\w+) \| .+ \|$", re.MULTILINE)
+    rows = row.findall((PAGES / "index.md").read_text(encoding="utf-8"))
+    assert rows == [(code, code, *CODES[code]) for code in CODES]
+
+
+# findings, path, message, help
+POSITIVE = {
+    "SW101": (
+        lambda: check(mlp, "data=2,model=4", {"up.kernel": P(None, "modle")}),
+        "up.kernel",
+        "axis 'modle' is not on the mesh",
+        "did you mean 'model'? the mesh has data, model",
+    ),
+    "SW102": (
+        lambda: check(mlp, "data=2,model=4", {"up.kernel": P("model", ("data", "model"))}),
+        "up.kernel",
+        "axis 'model' is used 2 times, for dim 0 and dim 1",
+        "an axis splits one dim once: drop all but one of them",
+    ),
+    "SW103": (
+        lambda: check(mlp, "model=4", {"up.kernel": P(None, None, "model")}),
+        "up.kernel",
+        "the spec has 3 entries but the array has 2 dims",
+        "give at most 2 entries",
+    ),
+    "SW104": (
+        lambda: check(
+            lambda: nnx.LinearGeneral(1024, (8, 12), use_bias=False, rngs=rngs()),
+            "fsdp=16,tp=1",
+            {"kernel": P("tp", "fsdp", None)},
+        ),
+        "kernel",
+        "dim 1 (size 8) cannot be split 16 ways over axis 'fsdp'",
+        "P('fsdp', 'tp', None) divides evenly",
+    ),
+    "SW105": (
+        lambda: check(lambda: nnx.Embed(4096, 256, rngs=rngs()), "data=4,model=2"),
+        "embedding",
+        "4.0 MiB lie whole on each of 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of "
+        "copies",
+        "P('data', 'model') would leave 512.0 KiB on each; allow={'SW105': 'embedding'} if whole is meant",
+    ),
+    "SW106": (
+        lambda: check(mlp, "model=4", {"**.kernel": COLUMN, "down.bias": ROW}),
+        "up.bias",
+        "it is P(), but is added to the output of up.kernel, which is split P('model')",
+        "give it P('model')",
+    ),
+    "SW107": (
+        lambda: check(mlp, "model=4", {"**.kernel": ROW, "upp.kernel": ROW}),
+        "upp.kernel",
+        "this pattern matches no leaf",
+        "the nearest path is up.kernel",
+    ),
+    "SW108": (
+        lambda: check(mlp, "model=4", {"**.kernel": ROW, "up.*": COLUMN, "up.bias": COLUMN}),
+        "up.kernel",
+        "2 patterns match and disagree: '**.kernel' says P('model'), 'up.*' says P(None, 'model')",
+        "make them disjoint, or put the exception into a later rule: "
+        "[{general patterns}, {exceptions}]",
+    ),
+    "SW109": (
+        lambda: check(linear(names=("data", "mlp")), "data=2,model=4"),
+        "kernel",
+        "name 'mlp' of the annotation resolves to no axis of the mesh (data, model)",
+        "say where it goes: sw.layout(..., logical={'mlp': 'model'}), "
+        "or {'mlp': None} to leave it whole",
+    ),
+    "SW110": (  # flax#5112
+        lambda: check(stack((None, "model")), "model=4"),
+        "kernel",
+        "the annotation has 2 entries for 3 dims: it lost the stacked dim 0 (size 3) and is off "
+        "by 1",
+        "give nnx.vmap or nnx.scan transform_metadata={nnx.PARTITION_NAME: None}, "
+        "or annotate P(None, None, 'model')",
+    ),
+    "SW111": (
+        lambda: check(mlp, "seq=2,model=4", {"**.kernel": ROW}),
+        "seq",
+        "axis 'seq' of size 2 splits no leaf: every leaf has 2 copies along it",
+        "give it a rule, or fold it into another axis",
+    ),
+    "SW112": (
+        lambda: check(mlp, "model=4", {"**.kernel": ROW}, allow={"SW105": "embed.**"}),
+        "embed.**",
+        "no SW105 was found there",
+        "drop the allowance",
+    ),
+    "SW201": (
+        lambda: audit(linear(), linear(), {"kernel": P("data")}),
+        "kernel",
+        "planned P('data'), lies P() on data=8: 512 B instead of 64 B, 448 B more on each device",
+        "place it with sw.shard(model, layout)",
+    ),
+    "SW202": (
+        lambda: audit(linear(bias=True), linear()),
+        "bias",
+        "the layout has this leaf of 64 B, the model has not",
+        "make the layout again from this model",
+    ),
+    "SW203": (
+        lambda: audit(linear(), linear(bias=True)),
+        "bias",
+        "the model has this leaf of 64 B, the layout has not",
+        "make the layout again from this model",
+    ),
+    "SW204": (
+        lambda: audit(linear(8, 16), linear(8, 32)),
+        "kernel",
+        "the layout has float32[8, 16], the model has float32[8, 32]",
+        "make the layout again from this model",
+    ),
+}
+
+# Near the positive case, and without any finding at all.
+NEGATIVE = {
+    "SW101": lambda: check(mlp, "data=2,model=4", {"up.kernel": ROW, "down.kernel": P("data")}),
+    "SW102": lambda: check(mlp, "data=2,model=4", {"up.kernel": P(("data", "model"))}),
+    "SW103": lambda: check(mlp, "model=4", {"*.kernel": P("model", None)}),
+    "SW104": lambda: check(mlp, "fsdp=16,tp=2", {"*.kernel": P("tp", "fsdp"), "*.bias": P("fsdp")}),
+    "SW105": lambda: check(lambda: nnx.Embed(4096, 256, rngs=rngs()), "data=8", "fsdp"),
+    "SW106": lambda: check(mlp, "model=4", {"*.kernel": COLUMN, "*.bias": ROW}),
+    "SW107": lambda: check(mlp, "model=4", {"**.up.**.kernel": ROW, "d*n.kernel": ROW}),
+    "SW108": lambda: check(mlp, "model=4", {"**.kernel": ROW, "up.kernel": ROW}),
+    "SW109": lambda: check(linear(names=("data", "model")), "data=2,model=4"),
+    "SW110": lambda: check(stack((None, "model"), transform_metadata=STACK), "model=4"),
+    "SW111": lambda: check(mlp, "data=2,model=4,seq=1", {"**.kernel": ROW}),
+    "SW112": lambda: check(mlp, "seq=2", allow={"SW111": "seq"}),
+    "SW201": lambda: audit(linear(), linear(), {"kernel": P("data")}, {"kernel": P("data")}),
+    "SW202": lambda: audit(linear(bias=True), linear(bias=True)),
+    "SW203": lambda: audit(linear(), linear()),
+    "SW204": lambda: audit(linear(8, 32), linear(8, 32)),
+}
+
+
+@pytest.mark.parametrize("code", POSITIVE)
+def test_found_with_this_text(code):
+    find, path, message, help_text = POSITIVE[code]
+    found = only(find(), code)
+    assert (found.path, found.message, found.help) == (path, message, help_text)
+    assert (found.name, found.severity) == CODES[code]
+
+
+@pytest.mark.parametrize("code", NEGATIVE)
+def test_not_found(code):
+    assert not NEGATIVE[code](), NEGATIVE[code]()
+
+
+def test_sw104_says_what_to_pad_when_no_order_divides():
+    found = only(check(linear(6, 10), "model=4", {"kernel": COLUMN}), "SW104")
+    assert found.help.startswith("no order of these axes divides (6, 10); pad dim 1 to 12, ")
+
+
+class EmbedAndHead(nnx.Module):
+    def __init__(self):
+        self.embed = nnx.Embed(4096, 256, rngs=rngs())
+        self.head = nnx.Linear(256, 2048, use_bias=False, rngs=rngs())
+
+
+def test_sw105_share_and_bytes_are_those_of_real_arrays():
+    # keras-hub#2806: the pattern misses the embedding after a rename.
+    layout = sw.layout(EmbedAndHead, cpu("data=8"), {"head.kernel": P(None, "data")})
+    found = only(sw.check(layout), "SW105")
+    assert found.message.endswith("66.7% of the model's 6.0 MiB, and 28.0 MiB of copies")
+    assert "66.7%25 of the model's" in found.github
+    embedding = sw.init(EmbedAndHead, layout).embed.embedding
+    held = [shard.data.nbytes for shard in embedding.addressable_shards]
+    assert sum(held) - embedding.nbytes == 28 * 2**20
+    helped = {"head.kernel": P(None, "data"), "embed.embedding": P("data")}
+    assert found.help.startswith("P('data') would leave 512.0 KiB on each")
+    model = sw.init(EmbedAndHead, sw.layout(EmbedAndHead, cpu("data=8"), helped))
+    assert {s.data.nbytes for s in model.embed.embedding.addressable_shards} == {512 * 2**10}
+
+
+@pytest.mark.parametrize("rules", [sw.replicate(), "dp"], ids=["replicate", "dp"])
+def test_sw105_is_silent_where_whole_is_asked_for(rules):
+    assert not check(EmbedAndHead, "data=8", rules)
+
+
+def test_sw105_threshold_is_the_callers():
+    assert codes(check(linear(), "data=8", replicated_bytes=512)) == ["SW105"]
+    assert not check(linear(), "data=8", replicated_bytes=513)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        sw.fsdp("data", min_bytes=512),  # the kernel's last dim, not the bias
+        {"kernel": ROW},
+        [{"kernel": COLUMN, "bias": ROW}, sw.fsdp("data", min_bytes=0)],
+    ],
+    ids=["fsdp", "row-parallel", "column-parallel and fsdp"],
+)
+def test_sw106_is_silent(rules):
+    assert "SW106" not in codes(check(linear(bias=True), "data=2,model=4", rules))
+
+
+def test_sw106_of_stacked_layers_leaves_the_stack_whole():
+    make = stack((None, "model"), bias=True)
+    found = only(check(make, "model=4", {"kernel": P(None, None, "model")}), "SW106")
+    assert found.help == "give it P(None, 'model')"
+
+
+def test_sw109_is_told_from_sw101():
+    make = linear(names=(None, "mlp"))
+    assert codes(check(make, "data=2")) == ["SW109"]
+    assert codes(check(make, "data=2", logical={"mlp": "dataa"})) == ["SW101"]
+    assert codes(check(make, "data=2", {"kernel": P(None, "mpl")})) == ["SW101"]
+
+
+RESOLVED = (("embed", "data"), ("mlp", None))
+
+
+@pytest.mark.parametrize(
+    ("logical", "own", "active"),
+    [(dict(RESOLVED), None, ()), (None, RESOLVED, ()), (None, None, RESOLVED)],
+    ids=["logical", "the variable's own rules", "flax rules that are active"],
+)
+def test_sw109_is_resolved(logical, own, active):
+    make = linear(names=("embed", "mlp"), **({"sharding_rules": own} if own else {}))
+    with nnx.logical_axis_rules(active):
+        layout = sw.layout(make, none("data=2"), logical=logical)
+    assert not sw.check(layout)
+    assert layout["kernel"].shard_shape == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "found"),
+    [
+        ((None, "model"), None, ["SW110"]),
+        (("model", None), None, ["SW104", "SW110"]),  # 3 layers do not divide 4 ways
+        ((None, None, "model"), None, []),
+        ((None, "model"), {"kernel": P(None, None, "model")}, []),
+    ],
+    ids=["silent shift", "shift onto the stack", "annotated in full", "a rule decides"],
+)
+def test_sw110_is_about_annotations_that_decide(names, rules, found):
+    assert codes(check(stack(names), "model=4", rules)) == found
+
+
+@pytest.mark.parametrize("axis", ["data", "batch", "dp", "replica", "fsdp", "model", "seq"])
+def test_sw111_is_silent_for_axes_of_the_batch(axis):
+    exempt = axis in ("data", "batch", "dp", "replica")
+    assert codes(check(linear(), f"{axis}=2")) == ([] if exempt else ["SW111"])
+
+
+# --- all at once, allowances, and how they print ------------------------------------------------
+
+
+def many():
+    """Returns the findings of a model with six different problems."""
+    rules = {
+        "embed.embedding": P("modle"),
+        "head.kernel": ROW,
+        "head.bias": P("model"),  # 66 does not divide 4 ways
+        "norm.scale": P("model", None, None),
+        "blocks.*.mlp.*.kernel": P("model", "model"),
+        "blocks.*.attn.**": ROW,
+    }
+    make = lambda: models.Transformer(rngs(), vocab=66, layers=2, tied=False)  # noqa: E731
+    return check(make, "model=4,seq=2", rules)
+
+
+def test_all_findings_come_at_once():
+    findings = many()
+    assert set(codes(findings)) == {"SW101", "SW102", "SW103", "SW104", "SW107", "SW111"}
+    assert len(findings.errors) == 9 and len(findings.warnings) == 2
+    assert codes(findings.errors) + codes(findings.warnings) == codes(findings)
+    assert findings.summary == "9 errors, 2 warnings"
+    assert str(findings).endswith("9 errors, 2 warnings")
+
+
+def test_errors_are_raised_all_together_and_warnings_not():
+    findings = many()
+    with pytest.raises(sw.LayoutError) as caught:
+        findings.raise_if_errors()
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.findings.items == findings.errors
+    assert "SW104" in str(caught.value) and "SW111" not in str(caught.value)
+    warnings = check(linear(), "seq=2")
+    assert warnings.raise_if_errors() is warnings
+
+
+def test_findings_alike_print_as_one():
+    make = lambda: models.Transformer(rngs(), hidden=30, layers=4)  # noqa: E731
+    findings = check(make, "model=4", {"blocks.*.mlp.up.kernel": COLUMN})
+    assert codes(findings) == ["SW104"] * 4
+    assert str(findings) == (
+        "error[SW104] indivisible-dim: blocks.0.mlp.up.kernel\n"
+        "  dim 1 (size 30) cannot be split 4 ways over axis 'model'\n"
+        "  shape (16, 30)  spec P(None, 'model')  mesh model=4\n"
+        "  help: P('model', None) divides evenly\n"
+        "  and 3 more alike, to blocks.3.mlp.up.kernel\n"
+        "4 errors, 0 warnings"
+    )
+
+
+def test_a_finding_on_one_line_as_json_and_for_github():
+    findings = check(linear(8, 6), "model=4", {"kernel": COLUMN})
+    (found,) = findings
+    line = (
+        "kernel: error[SW104] dim 1 (size 6) cannot be split 4 ways over axis 'model' "
+        "(help: P('model', None) divides evenly)"
+    )
+    assert found.concise == line
+    assert found.github == f"::error title=SW104 indivisible-dim::{line}"
+    fields = ("code", "name", "severity", "path", "message", "help", "context")
+    row = {field: getattr(found, field) for field in fields}
+    assert row["context"] == "shape (8, 6)  spec P(None, 'model')  mesh model=4"
+    assert json.loads(findings.to_json()) == {"findings": [row], "errors": 1, "warnings": 0}
+
+
+@pytest.mark.parametrize(
+    ("allow", "kept", "allowed"),
+    [
+        ({"SW104": "up.kernel"}, ["SW104"], 1),
+        ({"SW104": "*.kernel"}, [], 2),
+        ({"SW104": ["up.**", "down.**"]}, [], 2),
+        ({"SW104": ["**", "up.kernel"]}, [], 2),  # both are needed by a finding
+        ({"SW101": "**"}, ["SW104", "SW104", "SW112"], 0),
+        ({"SW104": ["up.**", "head.**"]}, ["SW104", "SW112"], 1),
+    ],
+    ids=["path", "pattern", "two patterns", "overlapping", "another code", "one unused"],
+)
+def test_allowances(allow, kept, allowed):
+    rules = {"up.kernel": ROW, "down.kernel": COLUMN}
+    findings = check(lambda: models.Mlp(6, 8, rngs()), "model=4", rules, allow=allow)
+    assert (codes(findings), len(findings.allowed)) == (kept, allowed)
+    assert (", 1 allowed" in findings.summary) == (allowed == 1)
+
+
+def test_an_allowance_of_no_code_is_refused():
+    with pytest.raises(ValueError, match="allow names 'SW999', which is no code: they are SW101, "):
+        check(linear(), "data=2", allow={"SW999": "**"})
+
+
+# --- planned against live ----------------------------------------------------------------------
+
+
+def test_sw201_weighs_real_shards():
+    layout = sw.layout(linear(), cpu("data=8"), {"kernel": P("data")})
+    model = sw.init(linear(), sw.layout(linear(), cpu("data=8"), "dp"))
+    (found,) = sw.audit(layout, model)
+    assert model.kernel.addressable_shards[0].data.nbytes == 512
+    assert sw.shard(model, layout).kernel.addressable_shards[0].data.nbytes == 64
+    assert "512 B instead of 64 B, 448 B more on each device" in found.message
+    assert found.context == "shape (8, 16)  planned shard (1, 16)  live shard (8, 16)"
+    (found,) = sw.audit(layout, linear()())
+    assert "planned P('data'), lies on 1 device, as SingleDeviceSharding: " in found.message
+
+
+@pytest.mark.parametrize("as_state", [True, False], ids=["state", "model"])
+def test_sw201_of_a_numpy_array(as_state):
+    layout = sw.layout(linear(), cpu("data=8"), {"kernel": P("data")})
+    model = linear()()
+    model.kernel = nnx.Param(np.asarray(model.kernel.get_value()))
+    (found,) = sw.audit(layout, nnx.state(model) if as_state else model)
+    assert found.code == "SW201"
+    assert found.message.startswith("planned P('data'), ") and "ndarray" in found.message
+    assert not sw.audit(layout, sw.shard(model, layout))
+
+
+def test_sw201_of_another_mesh():
+    model = sw.init(linear(), sw.layout(linear(), cpu("x=8"), {"kernel": P(None, "x")}))
+    mesh = cpu("data=2,model=4")
+    (found,) = sw.audit(sw.layout(linear(), mesh, {"kernel": COLUMN}), model)
+    assert found.message == (
+        "planned P(None, 'model'), lies P(None, 'x') on x=8: "
+        "64 B instead of 128 B, 64 B less on each device"
+    )
+    alike = sw.layout(linear(), mesh, {"kernel": P(None, ("data", "model"))})
+    assert not sw.audit(alike, model)
+
+
+def test_sw204_of_another_dtype():
+    layout = sw.layout(linear(), cpu("data=8"), "dp")
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(linear()()))
+    (found,) = sw.audit(layout, state)
+    assert (found.code, found.path) == ("SW204", "kernel")
+    assert found.message == "the layout has float32[8, 16], the model has bfloat16[8, 16]"
+
+
+def test_audit_of_an_optimizer_state():
+    tx = optax.adamw(1e-3)
+    layout = sw.layout(linear(), cpu("data=8"), {"kernel": P("data")})
+    state = tx.init(nnx.state(linear()(), nnx.Param))
+    plan = layout.for_optimizer(tx)
+    found = {f.path: f.message for f in sw.audit(plan, state) if f.code == "SW201"}
+    for path in ("0.mu.kernel", "0.nu.kernel"):
+        assert found[path].startswith("planned P('data'), ")
+        assert found[path].endswith("512 B instead of 64 B, 448 B more on each device")
+    assert not sw.audit(plan, sw.shard(state, plan))
+
+
+def test_audit_allows_and_reports_what_it_allowed_in_vain():
+    layout = sw.layout(linear(), cpu("data=8"), {"kernel": P("data")})
+    findings = sw.audit(layout, linear()(), allow={"SW201": ["kernel", "bias"]})
+    assert codes(findings) == ["SW112"] and codes(findings.allowed) == ["SW201"]
+
+
+def test_patterns_and_allowances_match_numbered_steps():
+    def make():
+        return nnx.Sequential(*[nnx.Linear(1024, 512, rngs=rngs()) for _ in range(10)])
+
+    layout = sw.layout(make, sw.mesh("model=4", on="none"), {f"layers.{i}.kernel": COLUMN for i in range(10)})
+    assert {leaf.spec for leaf in layout.leaves if leaf.ndim == 2} == {COLUMN}
+    whole = sw.layout(make, sw.mesh("model=4", on="none"))
+    assert not sw.check(whole, allow={"SW105": "layers.*.kernel", "SW111": "model"})
+    assert len(sw.check(whole, allow={"SW105": "layers.3.kernel", "SW111": "model"})) == 9
+
+
+def test_unlike_findings_are_not_folded():
+    def make():
+        return nnx.Sequential(
+            nnx.Linear(6, 8, use_bias=False, rngs=rngs()), nnx.Linear(8, 6, use_bias=False, rngs=rngs())
+        )
+
+    text = str(check(make, "model=4", {"layers.0.kernel": ROW, "layers.1.kernel": COLUMN}))
+    assert "alike" not in text and text.count("SW104") == 2

@@ -1,0 +1,127 @@
+"""Meshes by name, and what is said when they do not fit."""
+
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import shardwise as sw
+
+
+@pytest.mark.parametrize(
+    "axes,on,sizes",
+    [
+        ("data=2,model=4", None, {"data": 2, "model": 4}),
+        ({"data": 2, "model": 4}, None, {"data": 2, "model": 4}),
+        (" data = 2 , model = 4 ", "cpu:8", {"data": 2, "model": 4}),
+        ("data=-1,model=4", None, {"data": 2, "model": 4}),
+        ("data=-1", "cpu:4", {"data": 4}),
+        ("a=1,b=2,c=2,d=2", "cpu:8", {"a": 1, "b": 2, "c": 2, "d": 2}),
+    ],
+)
+def test_meshes_of_devices(axes, on, sizes):
+    mesh = sw.mesh(axes, on)
+    assert isinstance(mesh, Mesh) and dict(mesh.shape) == sizes
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+    "axes,on,size",
+    [
+        ("data=64,model=64", "none", 4096),
+        ("data=64,model=4", "v5p:4x8x8", 256),
+        ("data=-1,model=4", "v5e:4x4", 16),
+        ("data=16", "tpu7x:2x2x2", 16),
+        ("data=8,model=8", "h200:8x8", 64),
+        ("data=8", "H100:8", 8),
+    ],
+)
+def test_meshes_of_chips_that_are_not_here(axes, on, size):
+    mesh = sw.mesh(axes, on)
+    assert isinstance(mesh, AbstractMesh) and mesh.size == size
+
+
+def test_devices_by_hand():
+    mesh = sw.mesh("data=2", on=jax.devices()[2:4])
+    assert list(mesh.devices) == jax.devices()[2:4]
+
+
+def test_explicit_axes():
+    assert sw.mesh("data=2,model=4", explicit=True).axis_types == (AxisType.Explicit,) * 2
+    mixed = sw.mesh("data=2,model=4", explicit=("model",))
+    assert mixed.axis_types == (AxisType.Auto, AxisType.Explicit)
+    assert sw.mesh("data=2", "none", explicit="data").axis_types == (AxisType.Explicit,)
+
+
+BAD = {
+    "product": (("data=3,model=4", None), {}, "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1"),
+    "too few": (("data=4", None), {}, "mesh data=4 needs 4 devices, but the cpu backend has 8: what fits 8: data=8; or on='cpu:4' for 4 of them"),
+    "inferred": (("data=-1,model=3", "cpu:8"), {}, "mesh data=-1,model=3 needs a multiple of 3 devices, but on='cpu:8' has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1"),
+    "inferred without devices": (("data=-1", "none"), {}, "data=-1 leaves a size to be inferred, but on='none' has no devices to count: give every size"),
+    "two inferred": (("data=-1,model=-1", None), {}, "mesh data=-1,model=-1 has more than one size -1: only one can be inferred"),
+    "syntax": (("data:2", None), {}, "mesh 'data:2' has 'data:2' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
+    "empty": (("", None), {}, "mesh '' has '' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
+    "no axes": (({}, None), {}, "the mesh has no axes: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
+    "name": (("2=data", None), {}, "mesh '2=data' has '2=data' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
+    "bad name": (("a b=2", None), {}, "mesh axis 'a b' is not a name: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
+    "duplicate": (("data=2,data=4", None), {}, "mesh axis 'data' stands twice in 'data=2,data=4': give each axis once"),
+    "zero": (("data=0", None), {}, "mesh axis 'data' has size 0: give a positive number, or -1 to infer it"),
+    "float": (({"data": 2.0}, None), {}, "mesh axis 'data' has size 2.0: give a positive number, or -1 to infer it"),
+    "type": ((8, None), {}, "mesh axes are a int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
+    "chip": (("data=8", "v9:2x4"), {}, "on='v9:2x4' names no chip that is known: use None (the devices that are here), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200 with its topology, such as 'v5p:4x8x8'"),
+    "topology": (("data=8", "v5p"), {}, "on='v5p' does not say how many chips: v5p takes 3 torus sizes, such as 'v5p:4x4x4'"),
+    "torus": (("data=8", "v5p:2x4"), {}, "on='v5p:2x4' has 2 sizes, but the topology of v5p has 3, such as 'v5p:4x4x4'"),
+    "chips product": (("data=8", "h200:8x8"), {}, "mesh data=8 needs 8 devices, but on='h200:8x8' has 64: what fits 64: data=64"),
+    "cpu": (("data=8", "cpu"), {}, "on='cpu' does not say how many CPU devices: write 'cpu:8'"),
+    "started": (("data=16", "cpu:16"), {}, "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8: call sw.mesh, or jax.config.update('jax_num_cpu_devices', 16), before anything else uses JAX"),
+    "explicit": (("data=8", None), {"explicit": ("model",)}, "explicit=('model',) names 'model', which is not an axis of this mesh: its axes are data"),
+    "devices": (("data=8", [1, 2]), {}, "on=[1, 2] is not a sequence of devices: give jax.devices() or a part of it"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_meshes(case):
+    args, kwargs, message = BAD[case]
+    with pytest.raises(ValueError) as caught:
+        sw.mesh(*args, **kwargs)
+    assert str(caught.value) == message
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_virtual_devices_start_on_demand():
+    done = run("import shardwise as sw; print(sw.mesh('data=-1', on='cpu:6').size)")
+    assert done.stdout.strip() == "6", done.stderr
+
+
+def test_a_backend_that_started_with_one_device():
+    done = run("import jax, shardwise as sw; jax.devices(); sw.mesh('data=8', on='cpu:8')")
+    assert "the backend has already started with 1: call sw.mesh" in done.stderr
+
+
+def test_importing_starts_nothing_and_touches_no_environment():
+    done = run(
+        """
+import os, jax, optax, rich.console, rich.table, flax.nnx, flax.core.spmd
+touched = []
+class Watched(dict):
+    def __getitem__(self, key): touched.append(key); return super().__getitem__(key)
+    def get(self, key, default=None): touched.append(key); return super().get(key, default)
+    def __setitem__(self, key, value): touched.append(key); super().__setitem__(key, value)
+    def __contains__(self, key): touched.append(key); return super().__contains__(key)
+before = dict(os.environ)
+os.environ = Watched(before)
+os.getenv = lambda key, default=None: touched.append(key)
+import shardwise
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), 'a backend was started'
+assert not touched, touched
+assert dict(os.environ) == before
+print('clean')
+"""
+    )
+    assert done.stdout.strip() == "clean", done.stderr
