@@ -66,7 +66,9 @@ def memory(name):
     found = {}
     for what in ("eval_shape", "plan"):
         command = [sys.executable, __file__, "--memory", name, what]
-        found[what] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        found[what] = int(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        )
     return found["plan"] - found["eval_shape"]
 
 
@@ -100,7 +102,9 @@ def main():
         memory_child(*args.memory)
         return
     console = Console(width=140)
-    table = Table("model", "mesh", "rules", "leaves", "eval_shape s", "layout+check s", "ratio", "extra MB")
+    table = Table(
+        "model", "mesh", "rules", "leaves", "eval_shape s", "layout+check s", "ratio", "extra MB"
+    )
     for name, axes in MESHES.items():
         make, mesh = llama.make(name), sw.mesh(axes, on="none")
         extra = memory(name)
@@ -128,7 +132,9 @@ def main():
     ours, rival = interleaved(
         lambda: plan(make, mesh, "fsdp+tensor", inputs=tokens), trace, max(1, args.repeats // 2)
     )
-    print(f"70B with inputs= (forward pass traced): {ours:.2f} s, {ours / rival:.2f} x of eval_shape + make_jaxpr ({rival:.2f} s)")
+    print(
+        f"70B with inputs= (forward pass traced): {ours:.2f} s, {ours / rival:.2f} x of eval_shape + make_jaxpr ({rival:.2f} s)"
+    )
     table = Table("leaves", "layout+check s", "microseconds a leaf")
     for count, seconds in growth((500, 5_000, 50_000)):
         table.add_row(f"{count:,}", f"{seconds:.2f}", f"{1e6 * seconds / count:.0f}")

@@ -50,9 +50,7 @@ class Llama(nnx.Module):
             [Layer(width, hidden, heads, kv_heads, depth, rngs) for _ in range(layers)]
         )
         self.norm = nnx.RMSNorm(width, rngs=rngs)
-        self.head = nnx.Linear(
-            width, vocab, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs
-        )
+        self.head = nnx.Linear(width, vocab, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs)
 
     def __call__(self, tokens):
         """Returns logits."""

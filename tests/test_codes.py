@@ -501,7 +501,9 @@ def test_patterns_and_allowances_match_numbered_steps():
     def make():
         return nnx.Sequential(*[nnx.Linear(1024, 512, rngs=rngs()) for _ in range(10)])
 
-    layout = sw.layout(make, sw.mesh("model=4", on="none"), {f"layers.{i}.kernel": COLUMN for i in range(10)})
+    layout = sw.layout(
+        make, sw.mesh("model=4", on="none"), {f"layers.{i}.kernel": COLUMN for i in range(10)}
+    )
     assert {leaf.spec for leaf in layout.leaves if leaf.ndim == 2} == {COLUMN}
     whole = sw.layout(make, sw.mesh("model=4", on="none"))
     assert not sw.check(whole, allow={"SW105": "layers.*.kernel", "SW111": "model"})
@@ -511,7 +513,8 @@ def test_patterns_and_allowances_match_numbered_steps():
 def test_unlike_findings_are_not_folded():
     def make():
         return nnx.Sequential(
-            nnx.Linear(6, 8, use_bias=False, rngs=rngs()), nnx.Linear(8, 6, use_bias=False, rngs=rngs())
+            nnx.Linear(6, 8, use_bias=False, rngs=rngs()),
+            nnx.Linear(8, 6, use_bias=False, rngs=rngs()),
         )
 
     text = str(check(make, "model=4", {"layers.0.kernel": ROW, "layers.1.kernel": COLUMN}))

@@ -56,28 +56,112 @@ def test_explicit_axes():
 
 
 BAD = {
-    "product": (("data=3,model=4", None), {}, "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1"),
-    "too few": (("data=4", None), {}, "mesh data=4 needs 4 devices, but the cpu backend has 8: what fits 8: data=8; or on='cpu:4' for 4 of them"),
-    "inferred": (("data=-1,model=3", "cpu:8"), {}, "mesh data=-1,model=3 needs a multiple of 3 devices, but on='cpu:8' has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1"),
-    "inferred without devices": (("data=-1", "none"), {}, "data=-1 leaves a size to be inferred, but on='none' has no devices to count: give every size"),
-    "two inferred": (("data=-1,model=-1", None), {}, "mesh data=-1,model=-1 has more than one size -1: only one can be inferred"),
-    "syntax": (("data:2", None), {}, "mesh 'data:2' has 'data:2' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "empty": (("", None), {}, "mesh '' has '' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "no axes": (({}, None), {}, "the mesh has no axes: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "name": (("2=data", None), {}, "mesh '2=data' has '2=data' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "bad name": (("a b=2", None), {}, "mesh axis 'a b' is not a name: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "duplicate": (("data=2,data=4", None), {}, "mesh axis 'data' stands twice in 'data=2,data=4': give each axis once"),
-    "zero": (("data=0", None), {}, "mesh axis 'data' has size 0: give a positive number, or -1 to infer it"),
-    "float": (({"data": 2.0}, None), {}, "mesh axis 'data' has size 2.0: give a positive number, or -1 to infer it"),
-    "type": ((8, None), {}, "mesh axes are a int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "chip": (("data=8", "v9:2x4"), {}, "on='v9:2x4' names no chip that is known: use None (the devices that are here), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200 with its topology, such as 'v5p:4x8x8'"),
-    "topology": (("data=8", "v5p"), {}, "on='v5p' does not say how many chips: v5p takes 3 torus sizes, such as 'v5p:4x4x4'"),
-    "torus": (("data=8", "v5p:2x4"), {}, "on='v5p:2x4' has 2 sizes, but the topology of v5p has 3, such as 'v5p:4x4x4'"),
-    "chips product": (("data=8", "h200:8x8"), {}, "mesh data=8 needs 8 devices, but on='h200:8x8' has 64: what fits 64: data=64"),
+    "product": (
+        ("data=3,model=4", None),
+        {},
+        "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
+    ),
+    "too few": (
+        ("data=4", None),
+        {},
+        "mesh data=4 needs 4 devices, but the cpu backend has 8: what fits 8: data=8; or on='cpu:4' for 4 of them",
+    ),
+    "inferred": (
+        ("data=-1,model=3", "cpu:8"),
+        {},
+        "mesh data=-1,model=3 needs a multiple of 3 devices, but on='cpu:8' has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
+    ),
+    "inferred without devices": (
+        ("data=-1", "none"),
+        {},
+        "data=-1 leaves a size to be inferred, but on='none' has no devices to count: give every size",
+    ),
+    "two inferred": (
+        ("data=-1,model=-1", None),
+        {},
+        "mesh data=-1,model=-1 has more than one size -1: only one can be inferred",
+    ),
+    "syntax": (
+        ("data:2", None),
+        {},
+        "mesh 'data:2' has 'data:2' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+    ),
+    "empty": (
+        ("", None),
+        {},
+        "mesh '' has '' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+    ),
+    "no axes": (
+        ({}, None),
+        {},
+        "the mesh has no axes: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+    ),
+    "name": (
+        ("2=data", None),
+        {},
+        "mesh '2=data' has '2=data' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+    ),
+    "bad name": (
+        ("a b=2", None),
+        {},
+        "mesh axis 'a b' is not a name: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+    ),
+    "duplicate": (
+        ("data=2,data=4", None),
+        {},
+        "mesh axis 'data' stands twice in 'data=2,data=4': give each axis once",
+    ),
+    "zero": (
+        ("data=0", None),
+        {},
+        "mesh axis 'data' has size 0: give a positive number, or -1 to infer it",
+    ),
+    "float": (
+        ({"data": 2.0}, None),
+        {},
+        "mesh axis 'data' has size 2.0: give a positive number, or -1 to infer it",
+    ),
+    "type": (
+        (8, None),
+        {},
+        "mesh axes are a int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+    ),
+    "chip": (
+        ("data=8", "v9:2x4"),
+        {},
+        "on='v9:2x4' names no chip that is known: use None (the devices that are here), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200 with its topology, such as 'v5p:4x8x8'",
+    ),
+    "topology": (
+        ("data=8", "v5p"),
+        {},
+        "on='v5p' does not say how many chips: v5p takes 3 torus sizes, such as 'v5p:4x4x4'",
+    ),
+    "torus": (
+        ("data=8", "v5p:2x4"),
+        {},
+        "on='v5p:2x4' has 2 sizes, but the topology of v5p has 3, such as 'v5p:4x4x4'",
+    ),
+    "chips product": (
+        ("data=8", "h200:8x8"),
+        {},
+        "mesh data=8 needs 8 devices, but on='h200:8x8' has 64: what fits 64: data=64",
+    ),
     "cpu": (("data=8", "cpu"), {}, "on='cpu' does not say how many CPU devices: write 'cpu:8'"),
-    "started": (("data=16", "cpu:16"), {}, "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8: call sw.mesh, or jax.config.update('jax_num_cpu_devices', 16), before anything else uses JAX"),
-    "explicit": (("data=8", None), {"explicit": ("model",)}, "explicit=('model',) names 'model', which is not an axis of this mesh: its axes are data"),
-    "devices": (("data=8", [1, 2]), {}, "on=[1, 2] is not a sequence of devices: give jax.devices() or a part of it"),
+    "started": (
+        ("data=16", "cpu:16"),
+        {},
+        "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8: call sw.mesh, or jax.config.update('jax_num_cpu_devices', 16), before anything else uses JAX",
+    ),
+    "explicit": (
+        ("data=8", None),
+        {"explicit": ("model",)},
+        "explicit=('model',) names 'model', which is not an axis of this mesh: its axes are data",
+    ),
+    "devices": (
+        ("data=8", [1, 2]),
+        {},
+        "on=[1, 2] is not a sequence of devices: give jax.devices() or a part of it",
+    ),
 }
 
 

@@ -24,7 +24,9 @@ def test_examples_run():
 def test_state_to_sharded_layout(seed, columns, features):
     got = problems.state_to_sharded_layout(seed, x(8, columns), features)
     assert got.shape == (1,) and got.tolist() == [2.0]
-    assert problems.state_to_sharded_layout_for_real(seed, x(8, columns), features).tolist() == [2.0]
+    assert problems.state_to_sharded_layout_for_real(seed, x(8, columns), features).tolist() == [
+        2.0
+    ]
 
 
 @pytest.mark.parametrize("devices,rows,columns", [(1, 3, 5), (2, 7, 8), (4, 8, 16), (8, 1, 8)])
@@ -64,23 +66,91 @@ def test_mesh_init_simulate_states_no_divisibility():
 
 NAN, INF = float("nan"), float("inf")
 BAD = {
-    "nan seed": (problems.state_to_sharded_layout, (NAN, x(), 8.0), "seed is nan: give a finite number"),
-    "huge seed": (problems.state_to_sharded_layout, (1e30, x(), 8.0), "seed is 1e+30: give a number that fits 64 bits"),
-    "nan features": (problems.state_to_sharded_layout, (0.0, x(), NAN), "features is nan: give a finite number"),
-    "no features": (problems.mesh_init_simulate, (0.0, x(), 0.5, 2.0), "features is 0.5: give a number of at least 1"),
-    "vector": (problems.state_to_sharded_layout, (0.0, jnp.ones(4), 8.0), "x has shape (4,): give an array of two dims, (N, in_dim), not empty"),
-    "rank 3": (problems.shard_map_simulate, (0.0, jnp.ones((2, 2, 2)), 1.0, 8.0), "x has shape (2, 2, 2): give an array of two dims, (N, in_dim), not empty"),
-    "empty": (problems.shard_map_simulate, (0.0, jnp.ones((0, 2)), 1.0, 8.0), "x has shape (0, 2): give an array of two dims, (N, in_dim), not empty"),
-    "text": (problems.shard_map_simulate, (0.0, np.array([["a"]]), 1.0, 8.0), "x has dtype <U1: give an array of real numbers"),
-    "uneven rows": (problems.shard_map_simulate, (0.0, x(), 3.0, 8.0), "x has 8 rows, which 3 shards cannot split evenly: give a multiple of num_shards"),
-    "no shards": (problems.shard_map_simulate, (0.0, x(), 0.0, 8.0), "num_shards is 0.0: give a number of at least 1"),
-    "negative shards": (problems.shard_map_simulate, (0.0, x(), -2.0, 8.0), "num_shards is -2.0: give a number of at least 1"),
-    "uneven kernel": (problems.partition_spec_layout, (3.0, 8.0, 8.0), "kernel_out is 8, which 3 devices cannot split evenly: give a multiple of num_devices"),
-    "negative kernel": (problems.partition_spec_layout, (2.0, -8.0, 8.0), "kernel_in is -8.0: give a number of at least 1"),
-    "infinite kernel": (problems.partition_spec_layout, (2.0, 8.0, INF), "kernel_out is inf: give a finite number"),
-    "not a number": (problems.partition_spec_layout, ("two", 8.0, 8.0), "num_devices is 'two': give one number"),
-    "nan axes": (problems.mesh_init_simulate, (0.0, x(), 8.0, NAN), "mesh_axes is nan: give a finite number"),
-    "too many devices": (problems.partition_spec_layout_for_real, (16, 8, 16), "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8"),
+    "nan seed": (
+        problems.state_to_sharded_layout,
+        (NAN, x(), 8.0),
+        "seed is nan: give a finite number",
+    ),
+    "huge seed": (
+        problems.state_to_sharded_layout,
+        (1e30, x(), 8.0),
+        "seed is 1e+30: give a number that fits 64 bits",
+    ),
+    "nan features": (
+        problems.state_to_sharded_layout,
+        (0.0, x(), NAN),
+        "features is nan: give a finite number",
+    ),
+    "no features": (
+        problems.mesh_init_simulate,
+        (0.0, x(), 0.5, 2.0),
+        "features is 0.5: give a number of at least 1",
+    ),
+    "vector": (
+        problems.state_to_sharded_layout,
+        (0.0, jnp.ones(4), 8.0),
+        "x has shape (4,): give an array of two dims, (N, in_dim), not empty",
+    ),
+    "rank 3": (
+        problems.shard_map_simulate,
+        (0.0, jnp.ones((2, 2, 2)), 1.0, 8.0),
+        "x has shape (2, 2, 2): give an array of two dims, (N, in_dim), not empty",
+    ),
+    "empty": (
+        problems.shard_map_simulate,
+        (0.0, jnp.ones((0, 2)), 1.0, 8.0),
+        "x has shape (0, 2): give an array of two dims, (N, in_dim), not empty",
+    ),
+    "text": (
+        problems.shard_map_simulate,
+        (0.0, np.array([["a"]]), 1.0, 8.0),
+        "x has dtype <U1: give an array of real numbers",
+    ),
+    "uneven rows": (
+        problems.shard_map_simulate,
+        (0.0, x(), 3.0, 8.0),
+        "x has 8 rows, which 3 shards cannot split evenly: give a multiple of num_shards",
+    ),
+    "no shards": (
+        problems.shard_map_simulate,
+        (0.0, x(), 0.0, 8.0),
+        "num_shards is 0.0: give a number of at least 1",
+    ),
+    "negative shards": (
+        problems.shard_map_simulate,
+        (0.0, x(), -2.0, 8.0),
+        "num_shards is -2.0: give a number of at least 1",
+    ),
+    "uneven kernel": (
+        problems.partition_spec_layout,
+        (3.0, 8.0, 8.0),
+        "kernel_out is 8, which 3 devices cannot split evenly: give a multiple of num_devices",
+    ),
+    "negative kernel": (
+        problems.partition_spec_layout,
+        (2.0, -8.0, 8.0),
+        "kernel_in is -8.0: give a number of at least 1",
+    ),
+    "infinite kernel": (
+        problems.partition_spec_layout,
+        (2.0, 8.0, INF),
+        "kernel_out is inf: give a finite number",
+    ),
+    "not a number": (
+        problems.partition_spec_layout,
+        ("two", 8.0, 8.0),
+        "num_devices is 'two': give one number",
+    ),
+    "nan axes": (
+        problems.mesh_init_simulate,
+        (0.0, x(), 8.0, NAN),
+        "mesh_axes is nan: give a finite number",
+    ),
+    "too many devices": (
+        problems.partition_spec_layout_for_real,
+        (16, 8, 16),
+        "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8",
+    ),
 }
 
 

@@ -40,11 +40,24 @@ def test_primitives_mesh_spec_and_named_sharding():
     assert ours == theirs and ours.axis_names == ("data", "model")
     kernel = jax.device_put(jnp.zeros((8, 16)), NamedSharding(ours, P(None, "model")))
     assert kernel.addressable_shards[0].data.shape == (8, 4)
-    layout = sw.layout(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), ours, {"kernel": P(None, "model")})
+    layout = sw.layout(
+        lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), ours, {"kernel": P(None, "model")}
+    )
     assert layout["kernel"].shard_shape == (8, 4)
 
 
-@pytest.mark.parametrize("spec", [P(None, "model"), P("model", None), P("data", None), P("data", "model"), P(("data", "model"),)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P(None, "model"),
+        P("model", None),
+        P("data", None),
+        P("data", "model"),
+        P(
+            ("data", "model"),
+        ),
+    ],
+)
 def test_standard_layouts_of_the_third_document(spec):
     layout = sw.layout(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)), mesh(), {"kernel": spec})
     placed = jax.device_put(jnp.zeros((8, 16)), NamedSharding(mesh(), spec))
@@ -62,7 +75,10 @@ def test_with_sharding_constraint_inside_the_model():
             return self.down(nnx.relu(h))
 
     layout = sw.layout(
-        lambda: Constrained(nnx.Rngs(0)), mesh(), "tensor", inputs=jax.ShapeDtypeStruct((4, 8), "float32")
+        lambda: Constrained(nnx.Rngs(0)),
+        mesh(),
+        "tensor",
+        inputs=jax.ShapeDtypeStruct((4, 8), "float32"),
     )
     assert layout["up.kernel"].spec == P(None, "model") and layout["down.kernel"].spec == P("model")
 

@@ -24,7 +24,10 @@ def collectives(model, args):
     """Returns how often each collective stands in the compiled forward pass."""
     graphdef, state = nnx.split(model)
     compiled = jax.jit(lambda s, a: nnx.merge(graphdef, s)(*a)).lower(state, args).compile()
-    found = re.findall(r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", compiled.as_text())
+    found = re.findall(
+        r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+        compiled.as_text(),
+    )
     return {kind: found.count(kind) for kind in set(found)}
 
 
@@ -134,9 +137,16 @@ CASES = {
         None,
     ),
     "chain-of-four": (
-        lambda: nnx.Sequential(*[m for _ in range(4) for m in (nnx.Linear(16, 16, rngs=rngs()), nnx.relu)]),
+        lambda: nnx.Sequential(
+            *[m for _ in range(4) for m in (nnx.Linear(16, 16, rngs=rngs()), nnx.relu)]
+        ),
         X,
-        {"layers.0.kernel": COLUMN, "layers.2.kernel": ROW, "layers.4.kernel": COLUMN, "layers.6.kernel": ROW},
+        {
+            "layers.0.kernel": COLUMN,
+            "layers.2.kernel": ROW,
+            "layers.4.kernel": COLUMN,
+            "layers.6.kernel": ROW,
+        },
         2,
     ),
     "lone-linear": (
@@ -147,10 +157,17 @@ CASES = {
     ),
     "lora": (
         lambda: nnx.Sequential(
-            nnx.LoRALinear(16, 32, lora_rank=2, rngs=rngs()), nnx.gelu, nnx.Linear(32, 16, rngs=rngs())
+            nnx.LoRALinear(16, 32, lora_rank=2, rngs=rngs()),
+            nnx.gelu,
+            nnx.Linear(32, 16, rngs=rngs()),
         ),
         X,
-        {"layers.0.kernel": COLUMN, "layers.0.lora.lora_b": COLUMN, "layers.0.lora.lora_a": P(), "layers.2.kernel": ROW},
+        {
+            "layers.0.kernel": COLUMN,
+            "layers.0.lora.lora_b": COLUMN,
+            "layers.0.lora.lora_a": P(),
+            "layers.2.kernel": ROW,
+        },
         1,
     ),
 }

@@ -30,9 +30,7 @@ class LayoutDiff:
 
     def __bool__(self) -> bool:
         """Says whether anything differs."""
-        return bool(
-            self.added or self.removed or self.changed or self.meshes[0] != self.meshes[1]
-        )
+        return bool(self.added or self.removed or self.changed or self.meshes[0] != self.meshes[1])
 
     def __str__(self) -> str:
         """Returns one line for each difference."""

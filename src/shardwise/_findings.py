@@ -218,4 +218,3 @@ def _numberless(text: str) -> str:
 def _escape(text: str, is_property: bool = False) -> str:
     text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     return text.replace(":", "%3A").replace(",", "%2C") if is_property else text
-

@@ -151,7 +151,11 @@ def _chain(keys: list[Keys], model: AbstractModel) -> Iterator[_Guess]:
             position += 1
             continue
         between = [k for k in modules if k[:-1] == first[:-1] and first[-1] < k[-1] < second[-1]]
-        norms = [k for k in between if isinstance(modules[k], nnx.LayerNorm | nnx.RMSNorm | nnx.GroupNorm)]
+        norms = [
+            k
+            for k in between
+            if isinstance(modules[k], nnx.LayerNorm | nnx.RMSNorm | nnx.GroupNorm)
+        ]
         if norms:
             position += 1
             continue

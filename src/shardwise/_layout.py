@@ -342,4 +342,3 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
             f"the model cannot be called with inputs={shapes}: {type(error).__name__}: {error}"
         ) from error
     return follow(closed, len(jax.tree.leaves(abstract.state)))
-

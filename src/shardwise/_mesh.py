@@ -81,7 +81,9 @@ def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
             name, equals, size = part.partition("=")
             size = size.strip()
             if not equals or not size.removeprefix("-").isdecimal():
-                raise ValueError(f"mesh {axes!r} has {part.strip()!r} where an axis should be: {form}")
+                raise ValueError(
+                    f"mesh {axes!r} has {part.strip()!r} where an axis should be: {form}"
+                )
             pairs.append((name.strip(), int(size)))
     elif isinstance(axes, Mapping):
         pairs = list(axes.items())
@@ -178,9 +180,7 @@ def _fit(
     if known < count and devices and -1 not in sizes.values():
         part = f"'cpu:{known}'" if devices[0].platform == "cpu" else f"jax.devices()[:{known}]"
         help_text += f"; or on={part} for {known} of them"
-    raise ValueError(
-        f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}"
-    )
+    raise ValueError(f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}")
 
 
 def _factorisations(count: int, sizes: Mapping[str, int], most: int = 6) -> list[tuple[int, ...]]:

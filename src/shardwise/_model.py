@@ -52,7 +52,7 @@ def abstract_model(model: Model) -> AbstractModel:
             f"give an nnx.Module, or a function of no arguments that returns one"
         )
     graphdef, state = nnx.split(built)
-    state = jax.tree.map(_shape_of, state)
+    state = jax.tree.map(shape_of, state)
     variables = tuple(_variables(state))
     modules: dict[Keys, Any] = {(): built}
     for keys, _ in variables:
@@ -136,6 +136,14 @@ def sharding_rules_of(variable: Any) -> Any:
 
 
 def _build(make: Callable[[], Any]) -> nnx.Module:
+    require_factory(make)
+    # A mesh that the caller has set would make eval_shape resolve names as axes.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return nnx.eval_shape(lambda: build_model(make))
+
+
+def require_factory(make: Callable[[], Any]) -> None:
+    """Raises a ValueError if `make` cannot be called without arguments."""
     try:
         parameters = inspect.signature(make).parameters.values()
     except (TypeError, ValueError):
@@ -147,9 +155,6 @@ def _build(make: Callable[[], Any]) -> nnx.Module:
             f"the model's factory {getattr(make, '__name__', make)!r} needs the argument "
             f"{needs[0]!r}: give a function of no arguments, such as lambda: Model(config, rngs=...)"
         )
-    # A mesh that the caller has set would make eval_shape resolve names as axes.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return nnx.eval_shape(lambda: build_model(make))
 
 
 def _restore_eager_sharding(model: nnx.Module) -> None:
@@ -160,7 +165,8 @@ def _restore_eager_sharding(model: nnx.Module) -> None:
             node.set_metadata("eager_sharding", True)
 
 
-def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+def shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Returns an array's shape and dtype."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
@@ -207,16 +213,17 @@ def _unstacked_shape(owner: Any, name: Any) -> tuple[int, ...] | None:
             return (*owner.in_features, *owner.out_features)
         case nnx.LinearGeneral(), "bias" if not owner.batch_axis:
             return tuple(owner.out_features)
-        case (nnx.Conv() | nnx.ConvTranspose() | nnx.Einsum()), "kernel":
+        case ((nnx.Conv() | nnx.ConvTranspose() | nnx.Einsum()), "kernel"):
             return tuple(owner.kernel_shape)
         case nnx.Einsum(), "bias":
             return tuple(owner.bias_shape)
-        case (nnx.Linear() | nnx.Conv() | nnx.ConvTranspose()), "bias":
+        case ((nnx.Linear() | nnx.Conv() | nnx.ConvTranspose()), "bias"):
             return (owner.out_features,)
         case nnx.Embed(), "embedding":
             return (owner.num_embeddings, owner.features)
-        case (nnx.LayerNorm() | nnx.RMSNorm() | nnx.BatchNorm()), (
-            "scale" | "bias" | "mean" | "var"
+        case (
+            (nnx.LayerNorm() | nnx.RMSNorm() | nnx.BatchNorm()),
+            ("scale" | "bias" | "mean" | "var"),
         ):
             return (owner.num_features,)
         case nnx.GroupNorm(), ("scale" | "bias"):

@@ -88,9 +88,7 @@ def _bare(keys: Keys, array: Any, leaves: Sequence[Leaf]) -> Leaf:
 
 
 def _no_owner(array: Any) -> str:
-    return (
-        "a scalar of its own" if not array.shape else "belongs to no parameter: whole everywhere"
-    )
+    return "a scalar of its own" if not array.shape else "belongs to no parameter: whole everywhere"
 
 
 def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:

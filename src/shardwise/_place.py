@@ -13,7 +13,8 @@ from ._audit import structure_findings
 from ._check import check
 from ._findings import Findings
 from ._layout import Layout
-from ._model import abstract_model, build_model, keyed_leaves
+from ._model import build_model, keyed_leaves, require_factory, shape_of
+from ._parts import run_in_parts
 
 T = TypeVar("T")
 
@@ -21,8 +22,8 @@ T = TypeVar("T")
 def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     """Returns the model that `make` builds, initialised straight into its shards.
 
-    It is built under `jax.jit` with the layout's shardings as its outputs: no leaf is ever
-    whole on one device, and the values are the same on every mesh.
+    It is traced, and each leaf is made under `jax.jit` with its sharding as the output: no
+    leaf is ever whole on one device, and the values are the same on every mesh.
 
     Args:
         make: a function of no arguments that returns the model.
@@ -46,14 +47,24 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
             f"init builds the model itself, from a function of no arguments, got a "
             f"{type(make).__name__}: use sw.shard for a model that exists"
         )
-    abstract = abstract_model(make)
-    shardings = _shardings_for(abstract.state, layout, _auto(mesh))
+    require_factory(make)
+    built: list[tuple[Any, Any]] = []
+
+    def build() -> list[Any]:
+        graphdef, state = nnx.split(build_model(make))
+        built.append((graphdef, jax.tree.map(shape_of, state)))
+        return jax.tree.leaves(state)
+
     # A mesh of the caller's would type what is built in the trace; ours stands in the outputs.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        state = jax.jit(lambda: nnx.split(build_model(make))[1], out_shardings=shardings)()
+        closed = jax.make_jaxpr(build)()
+        graphdef, abstract = built[0]
+        shardings = _shardings_for(abstract, layout, _auto(mesh))
+        arrays = run_in_parts(closed, jax.tree.leaves(shardings))
+    state = jax.tree.unflatten(jax.tree.structure(abstract), arrays)
     if mesh != _auto(mesh):
-        state = jax.device_put(state, _shardings_for(abstract.state, layout, mesh))
-    return nnx.merge(abstract.graphdef, state)
+        state = jax.device_put(state, _shardings_for(abstract, layout, mesh))
+    return nnx.merge(graphdef, state)
 
 
 def shard(model: T, layout: Layout) -> T:

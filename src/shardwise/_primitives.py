@@ -236,7 +236,11 @@ def _conv(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     numbers = eqn.params["dimension_numbers"]
     lhs_spec, rhs_spec, out_spec = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     (shape,) = _shapes(eqn)
-    channels, kernel_in, kernel_out = lhs.dims[lhs_spec[1]], rhs.dims[rhs_spec[1]], rhs.dims[rhs_spec[0]]
+    channels, kernel_in, kernel_out = (
+        lhs.dims[lhs_spec[1]],
+        rhs.dims[rhs_spec[1]],
+        rhs.dims[rhs_spec[0]],
+    )
     grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
     past = lhs.past | rhs.past
     if grouped:
@@ -393,7 +397,9 @@ def _scan(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
         Val(x.dims, x.live or y.live, x.past | y.past)
         for x, y in zip(outputs[:carries], carry, strict=True)
     ]
-    stacked = [Val([fresh(eqn.params["length"]), *y.dims], y.live, y.past) for y in outputs[carries:]]
+    stacked = [
+        Val([fresh(eqn.params["length"]), *y.dims], y.live, y.past) for y in outputs[carries:]
+    ]
     for y in stacked:
         tracer.scanned.append(y.dims[0])
     return [*carried, *stacked]

@@ -144,7 +144,9 @@ def patterns(specs: Mapping[str, P]) -> Patterns:
                 f"{pattern!r} is not a path pattern: write steps with dots, such as "
                 f"'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
             )
-        compiled.append((pattern, pattern_regex(pattern), require_spec(spec, f"pattern {pattern!r}")))
+        compiled.append(
+            (pattern, pattern_regex(pattern), require_spec(spec, f"pattern {pattern!r}"))
+        )
     return Patterns(dict(specs), tuple(compiled))
 
 

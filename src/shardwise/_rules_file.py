@@ -12,8 +12,8 @@ from ._rules import Logical
 from ._spec import parse_spec
 
 _FORM = (
-    "it may hold strategy = \"fsdp\", a table [logical] with mlp = \"model\" or embed = [], and "
-    "tables [[rules]] with \"**.kernel\" = \"P(None, 'model')\""
+    'it may hold strategy = "fsdp", a table [logical] with mlp = "model" or embed = [], and '
+    'tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
 )
 
 

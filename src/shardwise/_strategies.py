@@ -39,7 +39,9 @@ class Fsdp:
         if already:
             return Opinion(None, f"an earlier rule already uses axis {already[0]!r}")
         if leaf.bytes < self.min_bytes:
-            return Opinion(None, f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}")
+            return Opinion(
+                None, f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
+            )
         dims = divisible_dims(leaf.shape, taken, ways, skip=leaf.stacked)
         if not dims:
             return Opinion(None, f"no free dim of {leaf.shape} divides {ways} ways")
@@ -76,7 +78,9 @@ def fsdp(*axes: str, min_bytes: int = MIN_BYTES) -> Fsdp:
     """
     flat = tuple(a for axis in axes for a in ((axis,) if isinstance(axis, str) else axis))
     if not flat or not all(isinstance(a, str) for a in flat) or len(set(flat)) != len(flat):
-        raise ValueError(f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names")
+        raise ValueError(
+            f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names"
+        )
     if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
         raise ValueError(f"fsdp has min_bytes={min_bytes!r}: give a number of bytes, 0 or more")
     return Fsdp(flat, min_bytes)
@@ -126,7 +130,9 @@ def _named(name: str, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
                 f"several joined by +, such as 'fsdp+tensor'"
             )
     if len(set(parts)) != len(parts) or {"dp", "fsdp"} <= set(parts):
-        raise ValueError(f"strategy {name!r} contradicts itself: use each part once, and dp or fsdp")
+        raise ValueError(
+            f"strategy {name!r} contradicts itself: use each part once, and dp or fsdp"
+        )
     chosen: list[tuple[str, Any]] = []
     if "dp" in parts:
         chosen.append(("replicate", replicate()))

@@ -65,7 +65,9 @@ def text_table(header: Row, rows: Iterable[Row], caption: str, width: int | None
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
-    Console(file=out, width=width or 10_000, markup=False, highlight=False, color_system=None).print(table)
+    Console(
+        file=out, width=width or 10_000, markup=False, highlight=False, color_system=None
+    ).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join([*lines, caption])
 
@@ -74,7 +76,9 @@ def html_table(header: Row, rows: Iterable[Row], caption: str) -> str:
     """Returns rows as an HTML table that takes the page's own colours."""
     head = "".join(f'<th style="text-align:left">{html.escape(c)}</th>' for c in header)
     body = "".join(
-        "<tr>" + "".join(f'<td style="text-align:left">{html.escape(c)}</td>' for c in row) + "</tr>"
+        "<tr>"
+        + "".join(f'<td style="text-align:left">{html.escape(c)}</td>' for c in row)
+        + "</tr>"
         for row in rows
     )
     return (

@@ -196,9 +196,7 @@ class _Choice:
         return "left alone; " + "; ".join(parts) if parts else "left alone: nothing to split"
 
 
-def _opinions(
-    axis: str, leaves: Sequence[Leaf], splits: Mapping[int, Split]
-) -> dict[str, Opinion]:
+def _opinions(axis: str, leaves: Sequence[Leaf], splits: Mapping[int, Split]) -> dict[str, Opinion]:
     opinions = {}
     for index, split in splits.items():
         leaf = leaves[index]

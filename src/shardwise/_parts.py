@@ -1,0 +1,181 @@
+"""Running a program of many independent outputs part by part.
+
+One jitted program that makes every leaf of a model keeps the temporaries of many leaves alive at
+once, and compiles the same initialiser again for every layer. Here the traced program is cut: the
+small values (random keys, scalars) are computed first, then each leaf by a program of its own, one
+after the other. Programs that are equal but for their inputs, such as those of layers alike, are
+compiled once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+# Elements: random keys and counts are below it. Floating values are made in programs, since
+# rounding may differ without jit.
+_SMALL = 4096
+
+
+def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Returns the outputs of a closed jaxpr without inputs, each under its sharding."""
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
+    if closed.effects:  # a print in an initialiser: cutting the program would lose or reorder it
+        return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    small, large = _separate(jaxpr, set(known))
+    made = {v for eqn in small for v in eqn.outvars} | set(known)
+    parts = list(_parts(jaxpr.outvars, large, made))
+    wanted = [v for v in _uses(part for _, part in parts) if v in made and v not in known]
+    outputs = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, Literal) or v in made]
+
+    # Run without jit: hundreds of random keys would be one program that takes long to compile.
+    first = _sub_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
+    values = jaxpr_as_fun(ClosedJaxpr(first, []))(*consts)
+    known.update(zip(wanted, values, strict=False))
+    results: list[Any] = [None] * len(jaxpr.outvars)
+    for i, value in zip(outputs, values[len(wanted) :], strict=True):
+        results[i] = jax.device_put(value, shardings[i])
+
+    compiled: dict[Any, Any] = {}
+    keys = _Keys()
+    for indices, eqns in parts:
+        inputs = [v for v in _uses([eqns]) if v in known]
+        sub = _sub_jaxpr(jaxpr, inputs, [jaxpr.outvars[i] for i in indices], eqns)
+        places = [shardings[i] for i in indices]
+        key = (keys.of(sub), tuple(places))
+        if key not in compiled:
+            compiled[key] = _jit(sub, places)
+        # Waiting keeps the temporaries of one part, not of all, in memory.
+        made_now = jax.block_until_ready(compiled[key](*(known[v] for v in inputs)))
+        for i, value in zip(indices, made_now, strict=True):
+            results[i] = value
+    return results
+
+
+def _separate(jaxpr: Any, known: set[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the equations on small values alone, and the others."""
+    small_vars = {v for v in known if _is_small(v)}
+    small, large = [], []
+    for eqn in jaxpr.eqns:
+        inputs_small = all(isinstance(v, Literal) or v in small_vars for v in eqn.invars)
+        if inputs_small and all(_is_small(v) for v in eqn.outvars):
+            small.append(eqn)
+            small_vars.update(eqn.outvars)
+        else:
+            large.append(eqn)
+    return small, large
+
+
+def _parts(
+    outvars: Sequence[Any], large: Sequence[Any], made: set[Any]
+) -> Iterator[tuple[list[int], list[Any]]]:
+    """Yields the outputs that share equations, with the equations that they need."""
+    producer = {v: n for n, eqn in enumerate(large) for v in eqn.outvars}
+    group_of: dict[int, int] = {}  # by equation
+    groups: dict[int, tuple[list[int], set[int]]] = {}
+    for index, out in enumerate(outvars):
+        if isinstance(out, Literal) or out in made:
+            continue
+        needed: set[int] = set()
+        met: set[int] = set()
+        stack = [producer[out]]
+        while stack:
+            n = stack.pop()
+            if n in needed:
+                continue
+            if n in group_of:
+                met.add(group_of[n])
+                continue
+            needed.add(n)
+            stack += [
+                producer[v] for v in large[n].invars if not isinstance(v, Literal) and v in producer
+            ]
+        indices = [index]
+        for other in met:
+            more, eqns = groups.pop(other)
+            indices, needed = [*more, *indices], needed | eqns
+        groups[index] = (indices, needed)
+        group_of.update(dict.fromkeys(needed, index))
+    for indices, needed in groups.values():
+        yield indices, [large[n] for n in sorted(needed)]
+
+
+def _uses(parts: Iterable[Iterable[Any]]) -> list[Any]:
+    """Returns the variables that the equations read, each once, in order."""
+    found: dict[Any, None] = {}
+    for eqns in parts:
+        for eqn in eqns:
+            found.update(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+    return list(found)
+
+
+def _sub_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
+    info = jaxpr.debug_info.with_unknown_names()
+    return Jaxpr([], invars, outvars, eqns, frozenset(), info)
+
+
+def _jit(jaxpr: Any, places: Sequence[NamedSharding]) -> Any:
+    closed = ClosedJaxpr(jaxpr, [])
+    return jax.jit(lambda *args: jaxpr_as_fun(closed)(*args), out_shardings=list(places))
+
+
+def _is_small(var: Any) -> bool:
+    size = math.prod(getattr(var.aval, "shape", ()))
+    exact = not jnp.issubdtype(getattr(var.aval, "dtype", jnp.bool_), jnp.inexact)
+    return size <= (_SMALL if exact else 1)
+
+
+class _Keys:
+    """Keys under which two jaxprs are equal only if they compute the same from their inputs."""
+
+    def __init__(self) -> None:
+        self.inner: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, jaxpr: Any) -> Any:
+        """Returns the key of a jaxpr: its equations, with variables numbered as they come."""
+        numbers: dict[Any, int] = {}
+
+        def atom(v: Any) -> Any:
+            if isinstance(v, Literal):
+                return ("literal", str(v.aval), np.asarray(v.val).tobytes())
+            return numbers.setdefault(v, len(numbers))
+
+        def variable(v: Any) -> Any:
+            return (numbers.setdefault(v, len(numbers)), str(v.aval))
+
+        head = tuple(variable(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+        body = tuple(
+            (
+                eqn.primitive,
+                tuple(atom(v) for v in eqn.invars),
+                tuple((name, self._parameter(eqn.params[name])) for name in sorted(eqn.params)),
+                tuple(variable(v) for v in eqn.outvars),
+            )
+            for eqn in jaxpr.eqns
+        )
+        return (head, body, tuple(atom(v) for v in jaxpr.outvars))
+
+    def _parameter(self, value: Any) -> Any:
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, Jaxpr):
+            # The same object is met for every layer, since JAX caches traces; kept, so that
+            # no other object can come to have its id.
+            if id(value) not in self.inner:
+                consts = tuple(id(c) for c in getattr(value, "consts", ()))
+                self.inner[id(value)] = (value, (self.of(inner), consts))
+            return self.inner[id(value)][1]
+        if isinstance(value, tuple | list):
+            return tuple(self._parameter(v) for v in value)
+        try:
+            hash(value)
+        except TypeError:
+            return ("object", id(value))
+        return value
