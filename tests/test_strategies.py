@@ -13,6 +13,7 @@ import shardwise as sw
 from test_tensor import collectives
 
 COLUMN, ROW = P(None, "model"), P("model")
+PAIR = {"up.kernel": COLUMN, "up.bias": ROW, "down.kernel": ROW, "down.bias": P()}
 X = jax.ShapeDtypeStruct((2, 6, 16), "float32")
 TOKENS = jax.ShapeDtypeStruct((2, 6), "int32")
 
@@ -37,6 +38,10 @@ def linear(inner, outer, **options):
     return lambda: nnx.Linear(inner, outer, rngs=rngs(), **options)
 
 
+def conv(inner, outer, **options):
+    return lambda: nnx.Conv(inner, outer, (3,), rngs=rngs(), **options)
+
+
 def named():
     """Returns a layer whose kernel is annotated with two logical names."""
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
@@ -59,13 +64,6 @@ def net(call=None, **parts):
     return lambda: Net(call, parts)
 
 
-# --- rules ----------------------------------------------------------------------------------------
-
-
-def own(leaf):
-    return P(*leaf.spec, "data") if leaf.spec else sw.Opinion(None, "nothing to add")
-
-
 # fmt: off
 # rules, the spec of up.kernel, and its reason
 ORDER = {
@@ -73,7 +71,7 @@ ORDER = {
     "later overrides": ([{"**": ROW}, {"up.*": COLUMN}], COLUMN, "patterns: path matches 'up.*'"),
     "nested lists": ([[{"up.*": COLUMN}], ({"u?.k*l": ROW},)], ROW, "patterns: path matches 'u?.k*l'"),
     "no opinion": ([{"**.kernel": ROW}, lambda leaf: None], ROW, "patterns: path matches '**.kernel'"),
-    "a function sees the spec": ([{"up.kernel": ROW}, own], P("model", "data"), "own"),
+    "a function sees the spec": ([{"up.kernel": ROW}, lambda leaf: P(*leaf.spec, "data")], P("model", "data"), "<lambda>"),
     "an opinion": (lambda leaf: sw.Opinion(ROW, "so"), ROW, "<lambda>: so"),
     "refined": ([{"*.*": ROW}, lambda leaf: sw.Opinion(P("data"), "so", refines=True)], P("data"), "patterns: path matches '*.*'; then <lambda>: so"),
     "by rank": (sw.by_rank({2: COLUMN, 1: ROW}), COLUMN, "by_rank: a leaf of 2 dims"),
@@ -143,8 +141,7 @@ def test_rules_in_order(case):
 def test_fsdp_leaves_a_leaf_as_it_is(case):
     rules, reason = NO_OPINION[case]
     leaf = lay(mlp, rules, "data=2,model=4,seq=3")["up.kernel"]
-    before = lay(mlp, [*rules[:-1]] if isinstance(rules, list) else None)["up.kernel"].spec
-    assert leaf.spec == before and leaf.trail[-1].reason == reason
+    assert (leaf.trail[-1].spec, leaf.trail[-1].reason) == (None, reason)
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -173,7 +170,6 @@ def test_a_rule_that_raises_says_where():
 def test_strategies_by_name_choose_their_axes(axes, kernel):
     layout = lay(lambda: models.Mlp(512, 1024, rngs()), "fsdp+tensor", axes)
     assert layout["up.kernel"].spec == kernel and layout["down.bias"].spec == P()
-    assert layout["up.kernel"].reason.startswith("strategy 'fsdp+tensor': tensor(")
     assert "; then strategy 'fsdp+tensor': fsdp(" in layout["up.kernel"].reason
     assert set(specs(lay(mlp, "dp", axes)).values()) == {P()}
 
@@ -194,22 +190,21 @@ def test_logical_names(logical, spec, found):
     assert [finding.code for finding in sw.check(layout).errors] == found
 
 
-@pytest.mark.parametrize("inputs", [X, (X,), [X], {"x": X}, np.ones((2, 16), "float32")])
-@pytest.mark.parametrize("explicit", [False, True])
+INPUTS = {"one": X, "tuple": (X,), "list": [X], "dict": {"x": X}, "array": jnp.ones((2, 16))}
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+@pytest.mark.parametrize("explicit", [False, True], ids=["Auto", "Explicit"])
 def test_inputs_and_axis_types(inputs, explicit):
     mesh = sw.mesh("model=4", on="cpu:4", explicit=explicit)
     layout = sw.layout(mlp, mesh, "tensor", inputs=inputs)
-    wanted = {"up.kernel": COLUMN, "up.bias": ROW, "down.kernel": ROW, "down.bias": P()}
-    assert specs(layout) == wanted
+    assert specs(layout) == PAIR
     placed = jax.tree.leaves(layout.shardings)
     assert placed == [NamedSharding(mesh, leaf.spec) for leaf in layout.leaves]
 
 
-# --- tensor, traced -------------------------------------------------------------------------------
-
-
-def attend(m, x, heads=4):
-    q, k, v = (t.reshape(*x.shape[:2], heads, -1) for t in jnp.split(m.qkv(x), 3, axis=-1))
+def attend(m, x):
+    q, k, v = (t.reshape(*x.shape[:2], 4, 4) for t in jnp.split(m.qkv(x), 3, axis=-1))
     return m.out(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
 
 
@@ -223,10 +218,6 @@ def table(*shape):
 
 
 UP_DOWN = {"up": linear(16, 32), "down": linear(32, 16)}
-SEPARABLE = {
-    "up": lambda: nnx.Conv(8, 16, (1,), rngs=rngs()),
-    "deep": lambda: nnx.Conv(16, 16, (3,), feature_group_count=16, rngs=rngs()),
-}
 INPUT = "it is a dim of the inputs"
 NORM = "it is reduced over, as a norm or a softmax does"
 STREAM = "it is the residual stream, which every pair leaves whole"
@@ -239,7 +230,7 @@ LEFT_ALONE = {
     "residual of inputs": (net(lambda m, x: x + m.layer(x), layer=linear(16, 16)), X, {"layer.kernel": f"dim 0: {INPUT}; dim 1: {INPUT}"}),
     "residual stream": (net(lambda m, x: m.head((h := m.embed(x)) + m.layer(h)), embed=lambda: nnx.Embed(64, 16, rngs=rngs()), layer=linear(16, 16), head=linear(16, 64)), TOKENS, {"layer.kernel": f"dim 0: {STREAM}; dim 1: {STREAM}", "layer.bias": f"dim 0: {STREAM}"}),
     "norm over the hidden width": (net(lambda m, x: m.down(m.norm(m.up(x))), norm=lambda: nnx.LayerNorm(32, rngs=rngs()), **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: {NORM}", "up.bias": f"dim 0: {NORM}", "norm.scale": f"dim 0: {NORM}"}),
-    "depthwise": (net(lambda m, x: m.deep(m.up(x)), **SEPARABLE), jax.ShapeDtypeStruct((2, 9, 8), "float32"), {"up.kernel": f"dim 1: {INPUT}; dim 2: a grouped convolution mixes it by groups", "deep.kernel": "dim 0: a convolution slides along it; dim 2: a grouped convolution mixes it by groups"}),
+    "depthwise": (net(lambda m, x: m.deep(m.up(x)), up=conv(8, 16), deep=conv(16, 16, feature_group_count=16)), jax.ShapeDtypeStruct((2, 9, 8), "float32"), {"up.kernel": f"dim 0: a convolution slides along it; dim 1: {INPUT}; dim 2: a grouped convolution mixes it by groups", "deep.kernel": "dim 0: a convolution slides along it; dim 2: a grouped convolution mixes it by groups"}),
     "a product of leaves": (net(lambda m, x: x + x @ (m.a @ m.b), a=table(16, 8), b=table(8, 16)), X, {"a": f"dim 0: {INPUT}; dim 1: it is summed over between two leaves", "b": f"dim 0: it is summed over between two leaves; dim 1: {INPUT}"}),
     "a transform": (net(lambda m, x: m.down(jnp.fft.fft(m.up(x)).real), **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: it goes through 'fft'"}),
     "interleaved heads": (net(interleave, **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: it is not the outermost factor of dim 0 of down.kernel", "up.bias": "dim 0: it is not the outermost factor of dim 0 of down.kernel"}),
@@ -265,30 +256,17 @@ def test_tensor_leaves_recurrent_cells_alone(cell):
 
 def test_tensor_leaves_alone_what_an_earlier_rule_split():
     layout = lay(mlp, [{"up.kernel": P(None, "data")}, "tensor"], inputs=X)
-    assert layout["down.kernel"].spec != ROW and layout["up.bias"].spec == P()
     reason = f"left alone; dim 0: {INPUT}; dim 1: an earlier rule already splits up.kernel"
     assert layout["up.kernel"].trail[-1].reason == reason
 
 
-@jax.custom_vjp
-def squash(x):
-    return jnp.tanh(x)
-
-
+squash = jax.custom_vjp(lambda x: jnp.tanh(x))
 squash.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
-
-
-@jax.custom_jvp
-def bend(x):
-    return jnp.tanh(x)
-
-
+bend = jax.custom_jvp(lambda x: jnp.tanh(x))
 bend.defjvp(lambda primals, tangents: (bend(*primals), tangents[0]))
 
 
 def pure(function):
-    """Returns `function(call, state, x)` as a function of a model and `x`."""
-
     def run(m, x):
         graphdef, state = nnx.split(m.mlp)
         return function(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
@@ -297,9 +275,8 @@ def pure(function):
 
 
 def loop(call, state, x):
-    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, call(state, c[1])), (0, x))[
-        1
-    ]
+    _, x = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, call(state, c[1])), (0, x))
+    return x
 
 
 def log(m, x):
@@ -341,44 +318,24 @@ AROUND = {
     "vmap": (lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m.mlp, x), 1),
     "debug": (log, None),
 }
-PAIR = {"up.kernel": COLUMN, "up.bias": ROW, "down.kernel": ROW, "down.bias": P()}
-MHA = {f"attention.{p}.kernel": COLUMN for p in ("query", "key", "value")}
+HEADS = {f"attention.{part}.kernel": COLUMN for part in ("query", "key", "value")}
+HEADS |= {"attention.out.kernel": ROW}
 CACHE = {f"attention.cached_{part}": P(None, None, "model") for part in ("key", "value")}
+STACKED = {"up.kernel": P(None, None, "model"), "up.bias": COLUMN, "down.kernel": COLUMN}
+# fmt: off
 # factory, inputs, specs, all-reduces
 PAIRS = {
-    **{
-        case: (net(call, mlp=mlp), X, {f"mlp.{k}": spec for k, spec in PAIR.items()}, count)
-        for case, (call, count) in AROUND.items()
-    },
-    "cache": (
-        net(lambda m, x: m.mlp(m.attention(x)), attention=decoder, mlp=mlp),
-        jax.ShapeDtypeStruct((2, 1, 16), "float32"),
-        {**MHA, **CACHE, "attention.out.kernel": ROW, "mlp.up.kernel": COLUMN},
-        2,
-    ),
-    "experts": (
-        net(route, gate=linear(16, 4), up=table(4, 16, 32), down=table(4, 32, 16)),
-        X,
-        {"gate.kernel": P(), "up": P(None, None, "model"), "down": COLUMN},
-        1,
-    ),
-    "vmap over a stack": (
-        net(lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(0, None))(m.many, x), many=ensemble),
-        X,
-        {"many.up.kernel": P(None, None, "model"), "many.down.kernel": COLUMN},
-        1,
-    ),
+    **{case: (net(call, mlp=mlp), X, {f"mlp.{k}": v for k, v in PAIR.items()}, count) for case, (call, count) in AROUND.items()},
+    "cache": (net(lambda m, x: m.mlp(m.attention(x)), attention=decoder, mlp=mlp), jax.ShapeDtypeStruct((2, 1, 16), "float32"), HEADS | CACHE | {"mlp.up.kernel": COLUMN}, 2),
+    "experts": (net(route, gate=linear(16, 4), up=table(4, 16, 32), down=table(4, 32, 16)), X, {"gate.kernel": P(), "up": P(None, None, "model"), "down": COLUMN}, 1),
+    "vmap over a stack": (net(lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(0, None))(m.many, x), many=ensemble), X, {f"many.{k}": v for k, v in STACKED.items()}, 1),
 }
+# fmt: on
 
 
 def arguments(inputs, mesh):
-    key = jax.random.key(1)
-    tokens = inputs.dtype == jnp.int32
-    x = (
-        jax.random.randint(key, inputs.shape, 0, 64)
-        if tokens
-        else jax.random.normal(key, inputs.shape)
-    )
+    x = 10 * jax.random.normal(jax.random.key(1), inputs.shape)
+    x = abs(x.astype(inputs.dtype)) if inputs.dtype == jnp.int32 else x / 10
     return x, jax.device_put(x, NamedSharding(mesh, P()))
 
 
@@ -410,17 +367,6 @@ def test_tensor_then_fsdp(model, traced):
     np.testing.assert_allclose(sharded(whole), model(rngs())(x), rtol=2e-4, atol=2e-5)
 
 
-# --- tensor, guessed ------------------------------------------------------------------------------
-
-
-def conv(inner, outer):
-    return lambda: nnx.Conv(inner, outer, (3, 3), rngs=rngs())
-
-
-def norm(kind, width):
-    return lambda: kind(width, rngs=rngs())
-
-
 def chain(*parts):
     return lambda: nnx.Sequential(*(make() for make in parts))
 
@@ -431,13 +377,13 @@ GUESSED = {
     "widths": (net(zeta=linear(16, 64), alpha=linear(64, 16), q=linear(16, 16)), {"zeta.kernel": COLUMN, "zeta.bias": ROW, "alpha.kernel": ROW}),
     "gated": (lambda: models.GatedMlp(16, 32, rngs()), {"gate.kernel": COLUMN, "up.kernel": COLUMN, "down.kernel": ROW}),
     "two ways down": (net(a=linear(16, 64), b=linear(64, 16), c=linear(64, 16)), {}),
-    "attention": (net(attention=lambda: nnx.MultiHeadAttention(4, 16, use_bias=False, decode=False, rngs=rngs())), {**MHA, "attention.out.kernel": ROW}),
+    "attention": (net(attention=lambda: nnx.MultiHeadAttention(4, 16, use_bias=False, decode=False, rngs=rngs())), HEADS),
     "embedding and head": (net(embed=lambda: nnx.Embed(64, 16, rngs=rngs()), head=linear(16, 64)), {"embed.embedding": ROW, "head.kernel": COLUMN, "head.bias": ROW}),
     "chain": (chain(*[linear(16, 16)] * 3), {"layers.0.kernel": COLUMN, "layers.0.bias": ROW, "layers.1.kernel": ROW}),
-    "chain with a norm": (chain(linear(16, 32), norm(nnx.LayerNorm, 32), linear(32, 16)), {}),
-    "convolutions": (chain(conv(3, 8), norm(nnx.BatchNorm, 8), conv(8, 4)), {"layers.0.kernel": P(None, None, None, "model"), **{f"layers.{name}": ROW for name in ("0.bias", "1.bias", "1.mean", "1.scale", "1.var")}, "layers.2.kernel": P(None, None, "model")}),
+    "chain with a norm": (chain(linear(16, 32), lambda: nnx.LayerNorm(32, rngs=rngs()), linear(32, 16)), {}),
+    "convolutions": (chain(conv(3, 8), lambda: nnx.BatchNorm(8, rngs=rngs()), conv(8, 4)), {"layers.0.kernel": P(None, None, "model"), **{f"layers.{name}": ROW for name in ("0.bias", "1.bias", "1.mean", "1.scale", "1.var")}, "layers.2.kernel": COLUMN}),
     "a list": (net(parts=lambda: nnx.List([linear(16, 64)(), linear(64, 16)()])), {}),
-    "stacked": (ensemble, {"up.kernel": P(None, None, "model"), "up.bias": COLUMN, "down.kernel": COLUMN}),
+    "stacked": (ensemble, STACKED),
     "square": (lambda: models.GroupedAttention(16, 4, 4, 4, rngs()), {}),
 }
 # fmt: on

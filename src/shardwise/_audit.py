@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout
 from ._leaf import Leaf
-from ._model import keyed_leaves, show_path
+from ._model import keyed_leaves, shape_of, show_path
 from ._spec import normal_spec, show_spec
 from ._table import show_bytes
 
@@ -59,7 +59,7 @@ def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Findi
                 "SW204",
                 leaf.path,
                 f"the layout has {leaf.dtype}{list(leaf.shape)}, the model has "
-                f"{getattr(array, 'dtype', type(array).__name__)}{list(getattr(array, 'shape', ()))}",
+                f"{shape_of(array).dtype}{list(shape_of(array).shape)}",
                 "make the layout again from this model",
             )
     for keys in live:
@@ -107,12 +107,12 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
 
 
 def _bytes(array: Any) -> int:
-    return math.prod(array.shape) * array.dtype.itemsize if hasattr(array, "dtype") else 0
+    return math.prod(shape_of(array).shape) * shape_of(array).dtype.itemsize
 
 
 def _alike(leaf: Leaf, array: Any) -> bool:
-    same_shape = tuple(getattr(array, "shape", (-1,))) == leaf.shape
-    return same_shape and getattr(array, "dtype", None) == leaf.dtype
+    have = shape_of(array)
+    return tuple(have.shape) == leaf.shape and have.dtype == leaf.dtype
 
 
 def _as_planned(layout: Layout, leaf: Leaf, sharding: Any) -> bool:

@@ -29,7 +29,7 @@ CODES: dict[str, tuple[str, str]] = {
     "SW201": ("not-as-planned", ERROR),
     "SW202": ("missing-leaf", ERROR),
     "SW203": ("unplanned-leaf", ERROR),
-    "SW204": ("other-shape", ERROR),
+    "SW204": ("other-shape-or-dtype", ERROR),
 }
 
 

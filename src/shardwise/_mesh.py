@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ._chips import parse_target
 
 AnyMesh = Mesh | AbstractMesh
+_MOST_CPU_DEVICES = 1024
 
 
 def mesh(
@@ -143,6 +144,11 @@ def _devices(on: str | Sequence[jax.Device] | None) -> tuple[list[jax.Device], s
 
 
 def _cpu_devices(count: int) -> list[jax.Device]:
+    if count > _MOST_CPU_DEVICES:
+        raise ValueError(
+            f"on='cpu:{count}' asks for more than {_MOST_CPU_DEVICES} virtual devices: "
+            f"on='none' plans for any number of them"
+        )
     # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
     if jax.config.jax_num_cpu_devices < count:
         try:
@@ -175,8 +181,12 @@ def _fit(
     if -1 not in sizes.values() and known == count:
         return sizes
     needs = f"a multiple of {known}" if -1 in sizes.values() else str(known)
-    fits = "; ".join(_show(dict(zip(sizes, f, strict=True))) for f in _factorisations(count, sizes))
-    help_text = f"what fits {count}: {fits}"
+    if count > 10**9:
+        help_text = "give sizes whose product is that"
+    else:
+        found = _factorisations(count, sizes)
+        fits = "; ".join(_show(dict(zip(sizes, f, strict=True))) for f in found)
+        help_text = f"what fits {count}: {fits}"
     if known < count and devices and -1 not in sizes.values():
         part = f"'cpu:{known}'" if devices[0].platform == "cpu" else f"jax.devices()[:{known}]"
         help_text += f"; or on={part} for {known} of them"
@@ -186,11 +196,13 @@ def _fit(
 def _factorisations(count: int, sizes: Mapping[str, int], most: int = 6) -> list[tuple[int, ...]]:
     """Returns ways to write `count` as one factor per axis, nearest to `sizes` first."""
 
+    low = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    divisors = sorted({*low, *(count // d for d in low)})
+
     def split(rest: int, axes: int) -> list[tuple[int, ...]]:
         if axes == 1:
             return [(rest,)]
-        divisors = [d for d in range(1, rest + 1) if rest % d == 0]
-        return [(d, *more) for d in divisors for more in split(rest // d, axes - 1)]
+        return [(d, *m) for d in divisors if rest % d == 0 for m in split(rest // d, axes - 1)]
 
     wanted = list(sizes.values())
 

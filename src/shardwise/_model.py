@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, NamedSharding
 
 from ._leaf import Leaf
@@ -44,15 +48,16 @@ def abstract_model(model: Model) -> AbstractModel:
     """
     if isinstance(model, nnx.Module):
         built = model
+        graphdef, state = nnx.split(built)
+        state = jax.tree.map(shape_of, state)
     elif callable(model):
-        built = _build(model)
+        graphdef, state = _build(model)
+        built = nnx.merge(graphdef, state)
     else:
         raise ValueError(
             f"the model is {model!r}, a {type(model).__name__}: "
             f"give an nnx.Module, or a function of no arguments that returns one"
         )
-    graphdef, state = nnx.split(built)
-    state = jax.tree.map(shape_of, state)
     variables = tuple(_variables(state))
     modules: dict[Keys, Any] = {(): built}
     for keys, _ in variables:
@@ -73,8 +78,16 @@ def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
         raise ValueError(
             f"the model's factory returned a {type(built).__name__}: it must return an nnx.Module"
         )
-    if ambient:
-        _restore_eager_sharding(built)
+    for _, node in nnx.iter_graph(built):
+        if isinstance(node, nnx.Variable) and ambient:
+            # The flag is metadata, hence part of the tree structure: left off, no tree of ours
+            # would pair with a tree of the caller's own model.
+            node.set_metadata("eager_sharding", True)
+        elif isinstance(node, nnx.Module):
+            # Within a trace, Flax takes a bare array for a static attribute; it is data.
+            for name, value in list(vars(node).items()):
+                if isinstance(value, jax.Array):
+                    setattr(node, name, nnx.data(value))
     return built
 
 
@@ -135,17 +148,43 @@ def sharding_rules_of(variable: Any) -> Any:
     return variable.get_metadata().get("sharding_rules") or ()
 
 
-def _build(make: Callable[[], Any]) -> nnx.Module:
+def trace_build(make: Callable[[], Any], trace: Callable[[Callable[[], Any]], Any]) -> Any:
+    """Returns the graphdef that `make` gives and what `trace` makes of the state's building.
+
+    Args:
+        make: the factory.
+        trace: such as `jax.eval_shape`: called with a function that returns the state.
+    """
     require_factory(make)
-    # A mesh that the caller has set would make eval_shape resolve names as axes.
+    graphdefs = []
+
+    def build() -> Any:
+        graphdef, state = nnx.split(build_model(make))
+        graphdefs.append(graphdef)
+        return state
+
+    # A mesh that the caller has set would type what is built; the layout's own stands in outputs.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        return nnx.eval_shape(lambda: build_model(make))
+        try:
+            traced = trace(build)
+        except TraceContextError as error:
+            raise ValueError(
+                "the model's factory changes something that was made outside it, such as an "
+                "nnx.Rngs: make it inside, so that every call builds the same model"
+            ) from error
+    return graphdefs[0], traced
+
+
+def _build(make: Callable[[], Any]) -> Any:
+    return trace_build(make, lambda build: nnx.eval_shape(build))
 
 
 def require_factory(make: Callable[[], Any]) -> None:
     """Raises a ValueError if `make` cannot be called without arguments."""
     try:
-        parameters = inspect.signature(make).parameters.values()
+        # The signature of a module class is that of its metaclass, which takes anything.
+        bound = functools.partial(make.__init__, None) if inspect.isclass(make) else make
+        parameters = inspect.signature(bound).parameters.values()
     except (TypeError, ValueError):
         parameters = ()
     fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -157,16 +196,10 @@ def require_factory(make: Callable[[], Any]) -> None:
         )
 
 
-def _restore_eager_sharding(model: nnx.Module) -> None:
-    # The flag is metadata, hence part of the tree structure: left off, no tree of ours
-    # would pair with a tree of the caller's own model.
-    for _, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Variable):
-            node.set_metadata("eager_sharding", True)
-
-
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns an array's shape and dtype."""
+    """Returns the shape and dtype that JAX gives an array, a NumPy array or a Python number."""
+    if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(np.shape(array), jnp.result_type(array))
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 

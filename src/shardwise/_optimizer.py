@@ -42,8 +42,10 @@ def optimizer_leaves(
         owners[keys] = by_keys[keys]
     update: list[list[P | None]] = []
     found = []
-    for index, (keys, array) in enumerate(keyed_leaves(abstract)):
-        owner = _owner(keys, owners)
+    keyed = keyed_leaves(abstract)
+    owner_of = _Owners([keys for keys, _ in keyed], owners)
+    for index, (keys, array) in enumerate(keyed):
+        owner = owner_of(keys)
         leaf = _bare(keys, array, leaves)
         if owner is None:
             found.append(dataclasses.replace(leaf, reason=f"optimizer: {_no_owner(array)}"))
@@ -51,13 +53,14 @@ def optimizer_leaves(
         specs = _matches(owner, leaf.shape)
         if len(specs) > 1:
             update = update or [_specs_by_update(parameters, abstract, tx, owners)]
-            specs = [s for s in update[0][index : index + 1] if s is not None] or [P()]
+            traced = update[0][index]
+            specs = [traced] if traced is not None else []
             how = "its dims were matched by tracing the update"
         else:
             how = "the same shape" if leaf.shape == owner.shape else "its dims matched by size"
         spec = specs[0] if specs else P()
         if not specs:
-            how = "no dim matches, so it is whole on every device"
+            how = "no dim is known to match, so it is whole on every device"
         reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
         same = leaf.shape == owner.shape
         found.append(
@@ -74,12 +77,37 @@ def optimizer_leaves(
     return found, jax.tree.structure(abstract)
 
 
-def _owner(keys: Keys, owners: Mapping[Keys, Leaf]) -> Leaf | None:
-    for start in range(len(keys)):
-        for stop in range(len(keys), start, -1):
-            if keys[start:stop] in owners:
-                return owners[keys[start:stop]]
-    return None
+class _Owners:
+    """Finds the parameter that a part of the state belongs to.
+
+    Optax keeps copies of the parameters' tree inside its state. The top of such a copy is the
+    shortest prefix under which every path goes on as some parameter's path: a parameter that is
+    named like a field of the state is then not mistaken for it.
+    """
+
+    def __init__(self, all_keys: Sequence[Keys], owners: Mapping[Keys, Leaf]):
+        self.owners = owners
+        self.is_copy: dict[Keys, bool] = {}
+        for keys in all_keys:
+            for depth in range(len(keys)):
+                fits = self._start(keys[depth:]) is not None
+                top = keys[:depth]
+                self.is_copy[top] = fits and self.is_copy.get(top, True)
+
+    def __call__(self, keys: Keys) -> Leaf | None:
+        for depth in range(len(keys)):
+            if self.is_copy[keys[:depth]]:
+                return self._start(keys[depth:])
+        return None
+
+    def _start(self, keys: Keys) -> Leaf | None:
+        # What may follow a parameter's path is a place in a list, as SM3 keeps one per dim.
+        for stop in range(len(keys), 0, -1):
+            if keys[:stop] in self.owners:
+                return self.owners[keys[:stop]]
+            if not isinstance(keys[stop - 1], int):
+                return None
+        return None
 
 
 def _bare(keys: Keys, array: Any, leaves: Sequence[Leaf]) -> Leaf:
@@ -96,6 +124,8 @@ def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
     axes = padded(owner.spec, owner.ndim)
     if shape == owner.shape:
         return [owner.spec]
+    if owner.faults:
+        return []
     found: list[P] = []
 
     def add(pairs: Iterable[tuple[int, int]]) -> None:
@@ -114,6 +144,8 @@ def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
         for dims in itertools.combinations(range(owner.ndim), len(shape)):
             if all(owner.shape[d] == shape[i] for i, d in enumerate(dims)):
                 add(enumerate(dims))
+    elif shape[len(shape) - owner.ndim :] == owner.shape:  # a history of parameters, as L-BFGS's
+        add((len(shape) - owner.ndim + d, d) for d in range(owner.ndim))
     else:
         for dims in itertools.combinations(range(len(shape)), owner.ndim):
             if all(shape[d] == owner.shape[i] for i, d in enumerate(dims)):
@@ -124,17 +156,25 @@ def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
 def _specs_by_update(
     parameters: Any, state: Any, tx: Any, owners: Mapping[Keys, Leaf]
 ) -> list[P | None]:
-    """Returns, for each array of the state, the spec that following its dims gives."""
+    """Returns, for each array of the state, the spec that following its dims gives.
+
+    None stands for what cannot be told, as for an update that needs more than gradients.
+    """
 
     def update(followed: Any, parameters: Any) -> Any:
         gradients, state = followed
         return tx.update(gradients, state, parameters)
 
-    closed = jax.make_jaxpr(update)((parameters, state), parameters)
+    try:
+        closed = jax.make_jaxpr(update)((parameters, state), parameters)
+    except Exception:
+        return [None] * len(jax.tree.leaves(state))
     count = len(jax.tree.leaves(parameters))
     flow = follow(closed, count + len(jax.tree.leaves(state)))
     axes_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     for groups, owner in zip(flow.leaf_groups[:count], owners.values(), strict=True):
+        if owner.faults:
+            continue
         for group, axes in zip(groups, padded(owner.spec, owner.ndim), strict=True):
             axes_of.setdefault(tuple(group), []).append(axes)
     specs: list[P | None] = []

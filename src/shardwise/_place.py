@@ -13,7 +13,7 @@ from ._audit import structure_findings
 from ._check import check
 from ._findings import Findings
 from ._layout import Layout
-from ._model import build_model, keyed_leaves, require_factory, shape_of
+from ._model import keyed_leaves, trace_build
 from ._parts import run_in_parts
 
 T = TypeVar("T")
@@ -23,7 +23,9 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     """Returns the model that `make` builds, initialised straight into its shards.
 
     It is traced, and each leaf is made under `jax.jit` with its sharding as the output: no
-    leaf is ever whole on one device, and the values are the same on every mesh.
+    leaf is ever whole on one device, and the values are bitwise the same on every mesh. (An
+    initialiser that is no map of random bits, such as an orthogonal one or one that sums over
+    a dim, is computed by XLA as it sees fit: it may gather, and round otherwise.)
 
     Args:
         make: a function of no arguments that returns the model.
@@ -47,19 +49,11 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
             f"init builds the model itself, from a function of no arguments, got a "
             f"{type(make).__name__}: use sw.shard for a model that exists"
         )
-    require_factory(make)
-    built: list[tuple[Any, Any]] = []
-
-    def build() -> list[Any]:
-        graphdef, state = nnx.split(build_model(make))
-        built.append((graphdef, jax.tree.map(shape_of, state)))
-        return jax.tree.leaves(state)
-
-    # A mesh of the caller's would type what is built in the trace; ours stands in the outputs.
+    graphdef, (closed, abstract) = trace_build(
+        make, lambda build: jax.make_jaxpr(build, return_shape=True)()
+    )
+    shardings = _shardings_for(abstract, layout, _auto(mesh))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        closed = jax.make_jaxpr(build)()
-        graphdef, abstract = built[0]
-        shardings = _shardings_for(abstract, layout, _auto(mesh))
         arrays = run_in_parts(closed, jax.tree.leaves(shardings))
     state = jax.tree.unflatten(jax.tree.structure(abstract), arrays)
     if mesh != _auto(mesh):

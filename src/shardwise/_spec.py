@@ -222,21 +222,24 @@ def _divides(
     """
     by = math.prod(sizes.get(a, 1) for a in axes[dim])
     pad = f"pad dim {dim} to {-(-shape[dim] // by) * by}, or leave it whole"
-    flat = sorted((e for e in axes if e), key=lambda e: -math.prod(sizes.get(a, 1) for a in e))
-    if not sound or not len(flat) <= len(shape) <= 6:
+    if not sound or len(shape) > 6:
         return pad
     used = {d for d, entry in enumerate(axes) if entry}
+    together = [entry for entry in axes if entry]
+    apart = [(axis,) for entry in together for axis in entry]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, list[int]]:
         return (len(set(dims) - used), [-shape[d] for d in dims])
 
-    for dims in sorted(itertools.permutations(range(len(shape)), len(flat)), key=cost):
-        splits = [math.prod(sizes[a] for a in entry) for entry in flat]
-        if all(shape[d] % ways == 0 for d, ways in zip(dims, splits, strict=True)):
-            placed = dict(zip(dims, flat, strict=True))
-            entries = [placed.get(d, ()) for d in range(len(shape))]
-            spec = P(*(e[0] if len(e) == 1 else (e or None) for e in entries))
-            return f"{show_spec(spec)} divides evenly"
+    for groups in (together, apart):
+        groups = sorted(groups, key=lambda entry: -math.prod(sizes[a] for a in entry))
+        splits = [math.prod(sizes[a] for a in entry) for entry in groups]
+        for dims in sorted(itertools.permutations(range(len(shape)), len(groups)), key=cost):
+            if all(shape[d] % ways == 0 for d, ways in zip(dims, splits, strict=True)):
+                placed = dict(zip(dims, groups, strict=True))
+                entries = [placed.get(d, ()) for d in range(len(shape))]
+                spec = P(*(e[0] if len(e) == 1 else (e or None) for e in entries))
+                return f"{show_spec(spec)} divides evenly"
     return f"no order of these axes divides {tuple(shape)}; {pad}"
 
 
