@@ -6,14 +6,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
+import pages
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-import pages
-import models
 import shardwise as sw
 from shardwise._findings import CODES
 

@@ -8,12 +8,12 @@ from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
+import models
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-import models
 import shardwise as sw
 
 COLUMN, ROW = P(None, "model"), P("model")

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import pytest
@@ -13,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
 
-import models
 import shardwise as sw
 
 TOKENS = jax.ShapeDtypeStruct((4, 6), "int32")

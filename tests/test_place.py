@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import optax
 import pytest
@@ -12,7 +13,6 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import models
 import shardwise as sw
 
 MESHES = ("data=8", "model=8", "data=2,model=4")

@@ -2,15 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import models
-import shardwise as sw
 from test_tensor import collectives
+
+import shardwise as sw
 
 COLUMN, ROW = P(None, "model"), P("model")
 PAIR = {"up.kernel": COLUMN, "up.bias": ROW, "down.kernel": ROW, "down.bias": P()}

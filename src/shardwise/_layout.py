@@ -20,7 +20,7 @@ from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, show_mesh
 from ._model import AbstractModel, Model, abstract_model, leaves_of
 from ._optimizer import optimizer_leaves
-from ._rules import Logical, Patterns, Rules, Scene, annotations
+from ._rules import Logical, Patterns, Rules, Scene, from_annotations
 from ._spec import require_spec, show_spec
 from ._strategies import flatten_rules
 from ._table import HEADER, html_table, leaf_rows, show_bytes, show_shape, text_table
@@ -224,7 +224,7 @@ def layout(
     abstract = abstract_model(model)
     leaves = leaves_of(abstract, sizes)
     scene = Scene(abstract, sizes, functools.cache(lambda: _flow(abstract, mesh, inputs)))
-    named = [("annotation", annotations(abstract, logical)), *flatten_rules(rules, sizes)]
+    named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
     for source, rule in named:
         pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
         leaves = [_apply(leaf, source, pick) for leaf in leaves]

@@ -17,7 +17,7 @@ _MOST_CPU_DEVICES = 1024
 
 def mesh(
     axes: str | Mapping[str, int],
-    on: str | Sequence[jax.Device] | None = None,
+    on: str | Sequence[Any] | None = None,
     *,
     explicit: bool | Sequence[str] = False,
 ) -> AnyMesh:
@@ -125,7 +125,7 @@ def _is_cpu(on: str) -> bool:
     return on.strip().lower().partition(":")[0] == "cpu"
 
 
-def _devices(on: str | Sequence[jax.Device] | None) -> tuple[list[jax.Device], str]:
+def _devices(on: str | Sequence[Any] | None) -> tuple[list[Any], str]:
     """Returns the devices that `on` names, and the words that say how many there are."""
     if on is None:
         devices = jax.devices()
@@ -143,14 +143,14 @@ def _devices(on: str | Sequence[jax.Device] | None) -> tuple[list[jax.Device], s
     return _cpu_devices(int(count_text)), f"on={on!r} has"
 
 
-def _cpu_devices(count: int) -> list[jax.Device]:
+def _cpu_devices(count: int) -> list[Any]:
     if count > _MOST_CPU_DEVICES:
         raise ValueError(
             f"on='cpu:{count}' asks for more than {_MOST_CPU_DEVICES} virtual devices: "
             f"on='none' plans for any number of them"
         )
     # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
-    if jax.config.jax_num_cpu_devices < count:
+    if jax.config.read("jax_num_cpu_devices") < count:
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
@@ -160,7 +160,7 @@ def _cpu_devices(count: int) -> list[jax.Device]:
     except RuntimeError as error:
         raise ValueError(
             f"on='cpu:{count}' needs the CPU backend, which JAX cannot start here "
-            f"(jax_platforms is {jax.config.jax_platforms!r}): add cpu to it"
+            f"(jax_platforms is {jax.config.read('jax_platforms')!r}): add cpu to it"
         ) from error
     if len(devices) < count:
         raise ValueError(
@@ -171,9 +171,7 @@ def _cpu_devices(count: int) -> list[jax.Device]:
     return devices[:count]
 
 
-def _fit(
-    sizes: dict[str, int], count: int, have: str, devices: Sequence[jax.Device]
-) -> dict[str, int]:
+def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -> dict[str, int]:
     """Returns `sizes` with -1 filled in, or raises with the sizes that would fit `count`."""
     known = math.prod(s for s in sizes.values() if s != -1)
     if -1 in sizes.values() and count % known == 0:
@@ -195,7 +193,6 @@ def _fit(
 
 def _factorisations(count: int, sizes: Mapping[str, int], most: int = 6) -> list[tuple[int, ...]]:
     """Returns ways to write `count` as one factor per axis, nearest to `sizes` first."""
-
     low = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
     divisors = sorted({*low, *(count // d for d in low)})
 

@@ -249,7 +249,7 @@ def _unstacked_shape(owner: Any, name: Any) -> tuple[int, ...] | None:
         case ((nnx.Conv() | nnx.ConvTranspose() | nnx.Einsum()), "kernel"):
             return tuple(owner.kernel_shape)
         case nnx.Einsum(), "bias":
-            return tuple(owner.bias_shape)
+            return tuple(owner.bias_shape or ())
         case ((nnx.Linear() | nnx.Conv() | nnx.ConvTranspose()), "bias"):
             return (owner.out_features,)
         case nnx.Embed(), "embedding":

@@ -169,7 +169,7 @@ def steps_text(keys: Sequence[Any]) -> str:
     return "".join(f"{key}\0" for key in keys)
 
 
-def annotations(model: AbstractModel, logical: Logical | None) -> Rule:
+def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
     """Returns the rule of the model's own annotations.
 
     Names are resolved by `logical` first, then by the variable's own `sharding_rules`, then
