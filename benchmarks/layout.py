@@ -6,6 +6,7 @@ Ratios are medians of interleaved runs in one process (measured); memory is that
 """
 
 import argparse
+import functools
 import os
 import statistics
 import subprocess
@@ -89,7 +90,7 @@ def growth(counts):
     rules = [{"**.kernel": P(None, "model")}, sw.fsdp("data", min_bytes=0)]
     for count in counts:
         abstract = nnx.eval_shape(lambda count=count: Many(count // 2))
-        seconds = min(timed(lambda: plan(abstract, mesh, rules)) for _ in range(2))
+        seconds = min(timed(functools.partial(plan, abstract, mesh, rules)) for _ in range(2))
         yield count, seconds
 
 

@@ -149,8 +149,9 @@ def _cpu_devices(count: int) -> list[Any]:
             f"on='cpu:{count}' asks for more than {_MOST_CPU_DEVICES} virtual devices: "
             f"on='none' plans for any number of them"
         )
+    settings: Any = jax.config
     # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
-    if jax.config.read("jax_num_cpu_devices") < count:
+    if settings.jax_num_cpu_devices < count:
         try:
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
@@ -160,7 +161,7 @@ def _cpu_devices(count: int) -> list[Any]:
     except RuntimeError as error:
         raise ValueError(
             f"on='cpu:{count}' needs the CPU backend, which JAX cannot start here "
-            f"(jax_platforms is {jax.config.read('jax_platforms')!r}): add cpu to it"
+            f"(jax_platforms is {settings.jax_platforms!r}): add cpu to it"
         ) from error
     if len(devices) < count:
         raise ValueError(
