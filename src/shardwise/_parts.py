@@ -10,7 +10,7 @@ compiled once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,20 +22,30 @@ from jax.sharding import NamedSharding
 # Elements: random keys and counts are below it. Floating values are made in programs, since
 # rounding may differ without jit.
 _SMALL = 4096
+_LIGHT_BYTES = 2**28
 
 
 def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Returns the outputs of a closed jaxpr without inputs, each under its sharding."""
     jaxpr, consts = closed.jaxpr, list(closed.consts)
-    if closed.effects:  # a print in an initialiser: cutting the program would lose or reorder it
-        return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     small, large = _separate(jaxpr, set(known))
     made = {v for eqn in small for v in eqn.outvars} | set(known)
-    parts = list(_parts(jaxpr.outvars, large, made))
-    wanted = [v for v in _uses(part for _, part in parts) if v in made and v not in known]
-    outputs = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, Literal) or v in made]
+    parts = [
+        _Part(jaxpr, indices, eqns, made, shardings)
+        for indices, eqns in _parts(jaxpr.outvars, large, made)
+    ]
+    keys = _Keys()
+    keyed = [(part, (keys.of(part.jaxpr), tuple(part.places))) for part in parts]
+    # A print in an initialiser would be lost or reordered by cutting the program; and a small
+    # model of leaves unlike gains nothing from it.
+    unlike = 2 * len({key for _, key in keyed}) > len(parts)
+    light = sum(_bytes(v) for v in jaxpr.outvars) < _LIGHT_BYTES
+    if closed.effects or (unlike and light):
+        return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
 
+    wanted = [v for v in dict.fromkeys(v for p in parts for v in p.inputs) if v not in known]
+    outputs = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, Literal) or v in made]
     # Run without jit: hundreds of random keys would be one program that takes long to compile.
     first = _sub_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
     values = jaxpr_as_fun(ClosedJaxpr(first, []))(*consts)
@@ -45,19 +55,33 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
         results[i] = jax.device_put(value, shardings[i])
 
     compiled: dict[Any, Any] = {}
-    keys = _Keys()
-    for indices, eqns in parts:
-        inputs = [v for v in _uses([eqns]) if v in known]
-        sub = _sub_jaxpr(jaxpr, inputs, [jaxpr.outvars[i] for i in indices], eqns)
-        places = [shardings[i] for i in indices]
-        key = (keys.of(sub), tuple(places))
+    for part, key in keyed:
         if key not in compiled:
-            compiled[key] = _jit(sub, places)
+            program = jaxpr_as_fun(ClosedJaxpr(part.jaxpr, []))
+            compiled[key] = jax.jit(program, out_shardings=part.places)
         # Waiting keeps the temporaries of one part, not of all, in memory.
-        made_now = jax.block_until_ready(compiled[key](*(known[v] for v in inputs)))
-        for i, value in zip(indices, made_now, strict=True):
-            results[i] = value
+        arrays = jax.block_until_ready(compiled[key](*(known[v] for v in part.inputs)))
+        for i, array in zip(part.indices, arrays, strict=True):
+            results[i] = array
     return results
+
+
+class _Part:
+    """Outputs that share equations, and the program that makes them from small values."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        indices: list[int],
+        eqns: list[Any],
+        made: set[Any],
+        shardings: Sequence[NamedSharding],
+    ):
+        read = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        self.indices = indices
+        self.inputs = [v for v in dict.fromkeys(read) if v in made]
+        self.jaxpr = _sub_jaxpr(jaxpr, self.inputs, [jaxpr.outvars[i] for i in indices], eqns)
+        self.places = [shardings[i] for i in indices]
 
 
 def _separate(jaxpr: Any, known: set[Any]) -> tuple[list[Any], list[Any]]:
@@ -108,23 +132,14 @@ def _parts(
         yield indices, [large[n] for n in sorted(needed)]
 
 
-def _uses(parts: Iterable[Iterable[Any]]) -> list[Any]:
-    """Returns the variables that the equations read, each once, in order."""
-    found: dict[Any, None] = {}
-    for eqns in parts:
-        for eqn in eqns:
-            found.update(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-    return list(found)
-
-
 def _sub_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
     info = jaxpr.debug_info.with_unknown_names()
     return Jaxpr([], invars, outvars, eqns, frozenset(), info)
 
 
-def _jit(jaxpr: Any, places: Sequence[NamedSharding]) -> Any:
-    closed = ClosedJaxpr(jaxpr, [])
-    return jax.jit(lambda *args: jaxpr_as_fun(closed)(*args), out_shardings=list(places))
+def _bytes(var: Any) -> int:
+    dtype = getattr(var.aval, "dtype", None)
+    return math.prod(getattr(var.aval, "shape", ())) * getattr(dtype, "itemsize", 0)
 
 
 def _is_small(var: Any) -> bool:
