@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from test_tensor import collectives
 
 import shardwise as sw
 
@@ -142,3 +143,118 @@ def test_contradicting_flax_rules_are_refused():
     rules = (("mlp", "model"), ("mlp", None))
     with nnx.logical_axis_rules(rules), pytest.raises(ValueError, match="send 'mlp' to"):
         sw.layout(lambda: nnx.Linear(8, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)), mesh())
+
+
+class FusedGlu(nnx.Module):
+    """One kernel for gate and value, cut in two: its columns cannot be split as they lie."""
+
+    def __init__(self):
+        self.up = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
+        self.down = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        gate, value = jnp.split(self.up(x), 2, axis=-1)
+        return x + self.down(nnx.silu(gate) * value)
+
+
+def test_half_a_pair_is_left_alone():
+    x = jax.ShapeDtypeStruct((2, 16), "float32")
+    layout = sw.layout(FusedGlu, mesh(), sw.tensor("model"), inputs=x)
+    assert layout["up.kernel"].spec == P()
+    assert "only half of a pair" in layout.explain("down.kernel")
+    x = jax.device_put(jnp.ones((2, 16)), jax.sharding.NamedSharding(mesh(), P()))
+    assert collectives(sw.init(FusedGlu, layout), (x,)) == {}
+
+
+def test_inputs_that_are_no_arrays_and_a_mesh_that_the_caller_set():
+    class Switch(nnx.Module):
+        def __init__(self):
+            self.up = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+            self.down = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+
+        def __call__(self, x, *, train):
+            h = self.up(x)
+            return self.down(nnx.relu(h) if train else h)
+
+    inputs = {"x": jax.ShapeDtypeStruct((2, 16), "float32"), "train": True}
+    with jax.set_mesh(sw.mesh("other=8", on="cpu:8")):
+        layout = sw.layout(Switch, mesh(), "tensor", inputs=inputs)
+    assert layout["up.kernel"].spec == P(None, "model")
+
+
+def test_fsdp_leaves_alone_what_a_loop_steps_along():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((32, 8, 8)))
+
+        def __call__(self, x):
+            return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, self.w[...])[0]
+
+    rule = sw.fsdp("data", min_bytes=0)
+    x = jax.ShapeDtypeStruct((2, 8), "float32")
+    assert sw.layout(Own, mesh(), rule, inputs=x)["w"].spec == P(None, "data")
+
+
+def test_a_table_prints_in_a_notebook(monkeypatch):
+    import builtins
+
+    class ZMQInteractiveShell:
+        pass
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    text = str(sw.layout(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh()))
+    assert "kernel" in text and text.count("\n") == 3
+
+
+BAD_RULES = {
+    "glob class": ({"layers.[01].kernel": P()}, {}, "'layers.[01].kernel' is not a path pattern: in a step only * and ? are wild"),
+    "opinion of text": (lambda leaf: sw.Opinion("model"), {}, "rule '<lambda>' at 'bias' gave 'model', which is a str"),
+    "logical pairs": (None, {"logical": [("mlp", "model")]}, "logical is a list: give a dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_RULES)
+def test_bad_rules(case):
+    rules, kwargs, message = BAD_RULES[case]
+    with pytest.raises(ValueError) as caught:
+        sw.layout(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh(), rules, **kwargs)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("axes", [(3,), ("",), (None,), ()])
+def test_bad_fsdp_axes(axes):
+    with pytest.raises(ValueError, match="needs one or more different axis names"):
+        sw.fsdp(*axes)
+
+
+def test_a_lockfile_with_a_leaf_twice_is_damaged(tmp_path):
+    path = tmp_path / "layout.json"
+    sw.layout(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh()).save(path)
+    lines = path.read_text().splitlines()
+    row = next(line for line in lines if '"kernel"' in line)
+    path.write_text("\n".join(lines).replace(row, f"{row},\n{row}"))
+    with pytest.raises(ValueError, match="damaged layout: kernel stands in it twice"):
+        sw.load_layout(path)
+    with pytest.raises(ValueError, match="cannot be written to"):
+        sw.layout(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh()).save(path / "below")
+
+
+def test_a_target_that_exits_is_not_clean(tmp_path, monkeypatch, capsys):
+    from shardwise._cli import main
+
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["shardwise", "check", "script.py:make", "--mesh", "data=2"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        "shardwise: importing script.py failed: SystemExit: 0"
+    )
+
+
+def test_recurrent_cells_are_left_alone_for_the_right_reason():
+    make = lambda: nnx.RNN(nnx.LSTMCell(8, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))  # noqa: E731
+    layout = sw.layout(make, mesh(), "tensor", inputs=jax.ShapeDtypeStruct((2, 4, 8), "float32"))
+    assert layout["cell.hi.kernel"].spec == P()
+    assert "summed over between two leaves" not in layout.explain("cell.hi.kernel")

@@ -67,7 +67,7 @@ def net(call=None, **parts):
 # fmt: off
 # rules, the spec of up.kernel, and its reason
 ORDER = {
-    "none": ([None, [], {}], P(), "no rule spoke: whole on every device"),
+    "none": ([None, [], {}], P(), "no rule: whole on every device"),
     "later overrides": ([{"**": ROW}, {"up.*": COLUMN}], COLUMN, "patterns: path matches 'up.*'"),
     "nested lists": ([[{"up.*": COLUMN}], ({"u?.k*l": ROW},)], ROW, "patterns: path matches 'u?.k*l'"),
     "no opinion": ([{"**.kernel": ROW}, lambda leaf: None], ROW, "patterns: path matches '**.kernel'"),
@@ -220,7 +220,7 @@ def table(*shape):
 UP_DOWN = {"up": linear(16, 32), "down": linear(32, 16)}
 INPUT = "it is a dim of the inputs"
 NORM = "it is reduced over, as a norm or a softmax does"
-STREAM = "it is the residual stream, which every pair leaves whole"
+STREAM = "it is summed over and made again: the residual stream, or a layer used twice"
 # fmt: off
 # factory, inputs, and the reasons why leaves are left alone
 LEFT_ALONE = {

@@ -35,7 +35,7 @@ def collectives(model, args):
 def count(compiled):
     """Returns how often each collective stands in a compiled program."""
     found = re.findall(
-        r"= \S+ (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
+        r"= (?:\([^=]*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
         compiled.as_text(),
     )
     return {kind: found.count(kind) for kind in set(found)}

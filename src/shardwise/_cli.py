@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -23,8 +24,7 @@ from ._target import last_frame, load_target, parse_inputs
 
 app = typer.Typer(
     name="shardwise",
-    help="Plan and check the sharding of Flax NNX models on JAX, before renting a chip.",
-    no_args_is_help=True,
+    context_settings={"max_content_width": 110},
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -86,12 +86,16 @@ InputsOption = Annotated[
 ]
 
 
-@app.callback()
-def _root() -> None:
-    """Plan and check the sharding of Flax NNX models on JAX, before renting a chip.
+@app.callback(
+    help="""Plan and check the sharding of Flax NNX models on JAX, before renting a chip.
 
-    Start with: shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor
-    """
+Start with the decoder that ships with the package:
+
+\b
+  shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor"""
+)
+def _root() -> None:
+    """Holds the help of the command itself."""
 
 
 @app.command(
@@ -101,10 +105,14 @@ def _root() -> None:
 
 Examples:
 
+\b
   shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor
 
-  shardwise plan model.py:make --mesh data=64,model=4 --on v5p:4x8x8 --strategy fsdp+tensor --inputs "int32[64,2048]"
+\b
+  shardwise plan model.py:make --mesh data=64,model=4 --on v5p:4x8x8 --strategy fsdp+tensor \\
+    --inputs "int32[64,2048]"
 
+\b
   shardwise plan model.py:make --mesh data=8 --rules rules.toml --save layout.json
 
 Exit status: 0 laid out, 1 the layout has errors, 2 could not run."""
@@ -159,10 +167,13 @@ def plan(
 
 Examples:
 
+\b
   shardwise check shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor
 
+\b
   shardwise check model.py:make --mesh data=8,model=4 --rules rules.toml --format github
 
+\b
   shardwise check model.py:make --mesh data=8 --allow "SW105:embed.**"
 
 Exit status: 0 clean, 1 findings, 2 could not run."""
@@ -202,6 +213,8 @@ def check(
 
 def main() -> None:
     """Runs the command line; every failure is one sentence on stderr and exit status 2."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
     try:
         status = app(standalone_mode=False)
     except KeyboardInterrupt:
@@ -209,10 +222,11 @@ def main() -> None:
     except Exception as error:
         # Typer's own errors (a wrong option, a missing argument) carry a ready message.
         ready = getattr(error, "format_message", None)
-        text = ready() if callable(ready) else str(error)
-        if not isinstance(error, ValueError) and ready is None:
-            text = f"{type(error).__name__}: {text}{last_frame(error)}"
-        print(f"shardwise: {text}", file=sys.stderr)
+        text = str(ready() if callable(ready) else error)
+        if ready is None:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            text = f"{kind}{text}{last_frame(error)}"
+        print(f"shardwise: {' '.join(text.split())}", file=sys.stderr)
         status = 2
     sys.exit(status)
 
@@ -233,10 +247,16 @@ def _lay_out(
     names = [name for name in (file.strategy if file else None, strategy) if name is not None]
     if len(names) == 2:
         raise ValueError(f"--strategy {strategy} and the rules' strategy {names[0]!r}: give one")
-    found = load_target(target)
-    model = found.model if isinstance(found, Recipe) else found
     logical = file.logical if file is not None else None
-    return found, layout(model, made_mesh, [*given, *names], logical=logical, inputs=shapes)
+    # What the user's own code prints must not stand in our output.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = load_target(target)
+        model = found.model if isinstance(found, Recipe) else found
+        try:
+            made = layout(model, made_mesh, [*given, *names], logical=logical, inputs=shapes)
+        except SystemExit as error:
+            raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
+    return found, made
 
 
 def _parse_allow(given: list[str]) -> dict[str, list[str]]:

@@ -57,6 +57,7 @@ class Group:
         size: its size.
         sites: where it is summed over.
         broken: why it cannot be split without more communication.
+        made: a leaf brings it to an activation, as the columns of a kernel do.
         is_input: it is a dim of the model's inputs.
         is_output: it is a dim of the model's outputs.
         recurs: it is produced from a sum over itself: the residual stream.
@@ -66,6 +67,7 @@ class Group:
     size: int
     sites: list[Site] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
+    made: bool = False
     is_input: bool = False
     is_output: bool = False
     recurs: bool = False
@@ -162,6 +164,7 @@ class Tracer:
                 past_of[i] |= (site.kind != "lookup") << site.index
         for site in self.sites:
             for i in {i for dim in site.produced for i in group_ids(dim)}:
+                groups[i].made = True
                 if past_of[i] & (site.past | 1 << site.index):
                     groups[i].recurs = True
         for dim, why in self.broken:

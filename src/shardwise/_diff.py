@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from ._layout import Layout
-from ._mesh import show_mesh
-from ._spec import show_spec
+from ._mesh import mesh_types, show_mesh
+from ._spec import normal_spec, show_spec
 from ._table import show_bytes, show_shape
 
 
@@ -46,6 +46,12 @@ class LayoutDiff:
         return "\n".join(lines if self else ["no difference"])
 
 
+def _show(layout: Layout) -> str:
+    types = mesh_types(layout.mesh)
+    others = ", ".join(f"{axis} is {kind}" for axis, kind in types.items() if kind != "Auto")
+    return show_mesh(layout.mesh) + (f" ({others})" if others else "")
+
+
 def diff(old: Layout, new: Layout) -> LayoutDiff:
     """Returns what differs between two layouts.
 
@@ -68,11 +74,13 @@ def diff(old: Layout, new: Layout) -> LayoutDiff:
     after = {leaf.path: leaf for leaf in new.leaves}
     changed = {}
     for path in before.keys() & after.keys():
-        was, now = (f"{show_shape(x)} {show_spec(x.spec)}" for x in (before[path], after[path]))
+        was, now = (
+            f"{show_shape(x)} {show_spec(normal_spec(x.spec))}" for x in (before[path], after[path])
+        )
         if was != now:
             changed[path] = (was, now)
     return LayoutDiff(
-        meshes=(show_mesh(old.mesh), show_mesh(new.mesh)),
+        meshes=(_show(old), _show(new)),
         added=tuple(p for p in after if p not in before),
         removed=tuple(p for p in before if p not in after),
         changed={path: changed[path] for path in before if path in changed},

@@ -130,13 +130,17 @@ def _siblings(keys: list[Keys], modules: Mapping[Keys, Any]) -> Iterator[_Guess]
         widths = _widths(modules[k])
         assert widths is not None
         by_width.setdefault(widths, []).append(k)
-    for (narrow, wide), ups in by_width.items():
-        downs = by_width.get((wide, narrow), [])
-        if narrow >= wide or len(downs) != 1:
+    for (stream, hidden), ups in by_width.items():
+        downs = by_width.get((hidden, stream), [])
+        if stream >= hidden or len(downs) != 1:
             continue
+        if sum(hidden in widths for widths in by_width) > 2:
+            continue  # another layer has this width too: it may stand between them
         dims = [d for up in ups for d in _column(up, modules[up])]
         dims.append(_row(downs[0], modules[downs[0]]))
-        yield _Guess(tuple(dims), wide, f"a hidden width of {wide} between {narrow} and {narrow}")
+        yield _Guess(
+            tuple(dims), hidden, f"a hidden width of {hidden} between {stream} and {stream}"
+        )
 
 
 def _chain(keys: list[Keys], model: AbstractModel) -> Iterator[_Guess]:

@@ -18,7 +18,7 @@ from . import _lockfile
 from ._dataflow import Flow, follow
 from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, show_mesh
-from ._model import AbstractModel, Model, abstract_model, leaves_of
+from ._model import AbstractModel, Model, abstract_model, leaves_of, shape_of
 from ._optimizer import optimizer_leaves
 from ._rules import Logical, Patterns, Rules, Scene, from_annotations
 from ._spec import require_spec, show_spec
@@ -247,21 +247,25 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
         ValueError: the file is not a lockfile.
 
     Example:
-        >>> import shardwise as sw
+        >>> import tempfile, shardwise as sw
         >>> from flax import nnx
         >>> make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
         >>> layout = sw.layout(make, sw.mesh("data=4", on="none"), "dp")
-        >>> layout.save("/tmp/layout.json")
-        >>> sw.load_layout("/tmp/layout.json")["kernel"].shape
+        >>> path = tempfile.mkdtemp() + "/layout.json"
+        >>> layout.save(path)
+        >>> sw.load_layout(path)["kernel"].shape
         (8, 16)
     """
     saved_mesh, leaves, dead = _lockfile.read(path)
     tree: dict[Any, Any] = {}
     for i, leaf in enumerate(leaves):
-        node = tree
+        node: Any = tree
         for key in leaf.keys[:-1]:
-            node = node.setdefault(key, {})
-        node[leaf.keys[-1] if leaf.keys else ""] = i
+            node = node.setdefault(key, {}) if isinstance(node, dict) else node
+        last = leaf.keys[-1] if leaf.keys else ""
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(f"{path} is a damaged layout: {leaf.path} stands in it twice")
+        node[last] = i
     order = jax.tree.leaves(tree)
     ordered = tuple(leaves[i] for i in order)
     found = Layout(saved_mesh, ordered, jax.tree.structure(tree), dead)
@@ -287,6 +291,8 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
         return leaf
     if not isinstance(said, Opinion):
         said = Opinion(require_spec(said, f"rule {source!r} at {leaf.path!r}"))
+    elif said.spec is not None:
+        require_spec(said.spec, f"rule {source!r} at {leaf.path!r}")
     said = dataclasses.replace(said, source=source)
     trail = (*leaf.trail, said)
     if said.spec is None:
@@ -320,25 +326,37 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
     """Returns the dataflow of the forward pass, or None without inputs."""
     if inputs is None:
         return None
-    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
-    if isinstance(inputs, Mapping):
-        args, kwargs = (), dict(inputs)
-    else:
-        args, kwargs = (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+    flat, treedef = jax.tree.flatten(inputs)
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in flat]
+    arrays = [shape_of(x) for x, yes in zip(flat, is_array, strict=True) if yes]
 
-    def forward(state: Any, inputs: Any) -> Any:
-        model = nnx.merge(abstract.graphdef, state)
-        return model(*inputs[0], **inputs[1])
+    def forward(state: Any, arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        # What is no array, such as train=True, is given as it is.
+        given = [next(rest) if yes else x for x, yes in zip(flat, is_array, strict=True)]
+        args, kwargs = _arguments(jax.tree.unflatten(treedef, given))
+        return nnx.merge(abstract.graphdef, state)(*args, **kwargs)
 
     auto = AbstractMesh(
         tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=(AxisType.Auto,) * len(mesh.shape)
     )
+    # The empty mesh comes first, since a mesh that the caller has set cannot change its size.
+    none = AbstractMesh((), ())
+    use = jax.sharding.use_abstract_mesh
     try:
-        with jax.sharding.use_abstract_mesh(auto), nnx.use_eager_sharding(False):
-            closed = jax.make_jaxpr(forward)(abstract.state, (args, kwargs))
+        with use(none), use(auto), nnx.use_eager_sharding(False):
+            closed = jax.make_jaxpr(forward)(abstract.state, arrays)
     except Exception as error:
-        shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", inputs)
+        shown = iter([f"{x.dtype}{list(x.shape)}" for x in arrays])
+        told = [next(shown) if yes else x for x, yes in zip(flat, is_array, strict=True)]
         raise ValueError(
-            f"the model cannot be called with inputs={shapes}: {type(error).__name__}: {error}"
+            f"the model cannot be called with inputs={jax.tree.unflatten(treedef, told)}: "
+            f"{type(error).__name__}: {error}"
         ) from error
     return follow(closed, len(jax.tree.leaves(abstract.state)))
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}

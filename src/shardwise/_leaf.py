@@ -67,7 +67,7 @@ class Leaf:
     kind: str
     sizes: Mapping[str, int]
     spec: P = P()
-    reason: str = "no rule spoke: whole on every device"
+    reason: str = "no rule: whole on every device"
     names: tuple[Any, ...] | None = None
     stacked: tuple[int, ...] = ()
     trail: tuple[Opinion, ...] = ()

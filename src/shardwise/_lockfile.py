@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,8 @@ def write(
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise ValueError(f"the layout cannot be written to {target}: {error.strerror}") from error
 
 
@@ -72,6 +74,8 @@ def read(
     try:
         sizes = {str(axis): int(size) for axis, size in data["mesh"].items()}
         types = tuple(AxisType[data["axis_types"][axis]] for axis in sizes)
+        if not all(size > 0 for size in sizes.values()):
+            raise ValueError(f"the mesh is {sizes}")
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
         dead = tuple((str(pattern), str(near)) for pattern, near in data["dead_patterns"])
         return mesh, [_leaf(row, sizes) for row in data["leaves"]], dead
@@ -119,7 +123,7 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
     return Leaf(
         path=row["path"],
         keys=keys,
-        shape=tuple(int(size) for size in row["shape"]),
+        shape=_shape(row["shape"]),
         dtype=_dtype(row["dtype"]),
         kind=row["kind"],
         sizes=sizes,
@@ -131,6 +135,12 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         gathered=frozenset(row.get("gathered", ())),
         stacked=tuple(row.get("stacked", ())),
     )
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"shape {sizes!r} is not one")
+    return tuple(sizes)
 
 
 def _keys(path: str) -> tuple[Any, ...]:

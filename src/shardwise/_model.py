@@ -132,13 +132,15 @@ def show_path(keys: Keys) -> str:
     """Returns the dotted path of `keys`; a key that has a dot itself is bracketed."""
     if not keys:
         return "(root)"
-    return ".".join(f"[{k!r}]" if isinstance(k, str) and "." in k else str(k) for k in keys)
+    return ".".join(
+        f"[{k!r}]" if isinstance(k, str) and ("." in k or k[:1] == "[") else str(k) for k in keys
+    )
 
 
 def split_path(path: str) -> list[Any]:
     """Returns the steps of a dotted path or pattern, bracketed keys whole; undoes `show_path`."""
     steps = re.findall(r"""\['[^']*'\]|\["[^"]*"\]|[^.]+|(?<=\.)(?=\.|$)|^(?=\.|$)""", path)
-    return [ast.literal_eval(step)[0] if step[:1] == "[" else step for step in steps]
+    return [ast.literal_eval(step)[0] if step[:2] in ("['", '["') else step for step in steps]
 
 
 def sharding_rules_of(variable: Any) -> Any:

@@ -388,10 +388,11 @@ def _scan(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
         for out, inner in zip(eqn.outvars, body.outvars, strict=True)
     )
     carry = kept[len(kept) - carries :]
+    inner = [Val(x.dims[1:], x.live, x.past) for x in scanned]
+    carry = _settle(eqn.params["jaxpr"], kept[: len(kept) - carries], carry, inner)
     for x in scanned:
         tracer.scanned.append(x.dims[0])
-    inner = [Val(x.dims[1:], x.live, x.past) for x in scanned]
-    outputs = tracer.call(eqn.params["jaxpr"], [*kept, *inner])
+    outputs = tracer.call(eqn.params["jaxpr"], [*kept[: len(kept) - carries], *carry, *inner])
     _tie(tracer, carry, outputs[:carries])
     carried = [
         Val(x.dims, x.live or y.live, x.past | y.past)
@@ -408,7 +409,7 @@ def _scan(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 @_rule("while")
 def _while(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     cond, body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = values[cond + body :]
+    carry = _settle(eqn.params["body_jaxpr"], values[cond : cond + body], values[cond + body :], [])
     outputs = tracer.call(eqn.params["body_jaxpr"], [*values[cond : cond + body], *carry])
     _tie(tracer, carry, outputs)
     return outputs
@@ -424,6 +425,26 @@ def _cond(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
         live, past = _past([*results, values[0]])
         merged.append(Val(results[0].dims, live, past))
     return merged
+
+
+def _settle(
+    body: Any, before: Sequence[Val], carry: Sequence[Val], after: Sequence[Val]
+) -> list[Val]:
+    """Returns the carry with what the loop's body makes depend on the inputs marked so."""
+    carry = list(carry)
+    while not all(x.live for x in carry):
+        scratch = Tracer()  # only whether values are live matters here
+        invars = getattr(body, "jaxpr", body).invars
+        args = [
+            scratch.unknown(v.aval.shape, live=x.live)
+            for v, x in zip(invars, (*before, *carry, *after), strict=True)
+        ]
+        outputs = scratch.call(body, args)
+        newly = [y.live and not x.live for x, y in zip(carry, outputs, strict=False)]
+        if not any(newly):
+            break
+        carry = [Val(x.dims, x.live or new, x.past) for x, new in zip(carry, newly, strict=True)]
+    return carry
 
 
 def _tie(tracer: Tracer, before: Sequence[Val], after: Sequence[Val]) -> None:

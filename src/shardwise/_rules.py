@@ -144,6 +144,13 @@ def patterns(specs: Mapping[str, P]) -> Patterns:
                 f"{pattern!r} is not a path pattern: write steps with dots, such as "
                 f"'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
             )
+        if any(
+            isinstance(s, str) and s in pattern.split(".") and "[" in s for s in split_path(pattern)
+        ):
+            raise ValueError(
+                f"{pattern!r} is not a path pattern: in a step only * and ? are wild, "
+                f"and ['a.b'] is a key with a dot"
+            )
         compiled.append(
             (pattern, pattern_regex(pattern), require_spec(spec, f"pattern {pattern!r}"))
         )
@@ -176,6 +183,10 @@ def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
     by Flax's active logical axis rules; a name that is itself an axis of the mesh stands.
     What none of them resolves stays in the spec, for `check` to find.
     """
+    if logical is not None and not isinstance(logical, Mapping):
+        raise ValueError(
+            f"logical is a {type(logical).__name__}: give a dict, {{'mlp': 'model', 'embed': None}}"
+        )
     table = {name: _as_axes(name, to) for name, to in (logical or {}).items()}
     active = once(flax_spmd.get_logical_axis_rules(), "Flax's active logical axis rules")
     own = {

@@ -29,9 +29,17 @@ class Fsdp:
         """Returns the rule, once the axes are known to be on the mesh."""
         require_axes(self.axes, scene.sizes, "fsdp")
         ways = math.prod(scene.sizes[axis] for axis in self.axes)
-        return lambda leaf: self._pick(leaf, ways)
+        flow = scene.flow()
+        stacks = {leaf.path: set(leaf.stacked) for leaf in leaves}
+        if flow is not None:  # a loop steps along these, whatever module they are in
+            for leaf, dims in zip(leaves, flow.leaf_groups, strict=True):
+                scanned = (
+                    d for d, ids in enumerate(dims) if any(flow.groups[i].scanned for i in ids)
+                )
+                stacks[leaf.path].update(scanned)
+        return lambda leaf: self._pick(leaf, ways, stacks[leaf.path])
 
-    def _pick(self, leaf: Leaf, ways: int) -> Opinion:
+    def _pick(self, leaf: Leaf, ways: int, stacked: set[int]) -> Opinion:
         if leaf.faults:
             return Opinion(None, "an earlier rule's spec does not fit the leaf")
         taken = padded(leaf.spec, leaf.ndim)
@@ -42,7 +50,7 @@ class Fsdp:
             return Opinion(
                 None, f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
             )
-        dims = divisible_dims(leaf.shape, taken, ways, skip=leaf.stacked)
+        dims = divisible_dims(leaf.shape, taken, ways, skip=stacked)
         if not dims:
             return Opinion(None, f"no free dim of {leaf.shape} divides {ways} ways")
         taken[dims[0]] = self.axes
@@ -76,8 +84,9 @@ def fsdp(*axes: str, min_bytes: int = MIN_BYTES) -> Fsdp:
         >>> layout["kernel"].shard_shape, layout["bias"].shard_shape
         ((1024, 512), (4096,))
     """
-    flat = tuple(a for axis in axes for a in ((axis,) if isinstance(axis, str) else axis))
-    if not flat or not all(isinstance(a, str) for a in flat) or len(set(flat)) != len(flat):
+    flat = tuple(a for axis in axes for a in (axis if isinstance(axis, tuple | list) else (axis,)))
+    named = all(isinstance(a, str) and a for a in flat)
+    if not flat or not named or len(set(flat)) != len(flat):
         raise ValueError(
             f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names"
         )

@@ -66,7 +66,13 @@ def text_table(header: Row, rows: Iterable[Row], caption: str, width: int | None
         table.add_row(*row)
     out = io.StringIO()
     Console(
-        file=out, width=width or 10_000, markup=False, highlight=False, color_system=None
+        file=out,
+        width=width or 10_000,
+        markup=False,
+        highlight=False,
+        color_system=None,
+        force_jupyter=False,
+        emoji=False,
     ).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join([*lines, caption])

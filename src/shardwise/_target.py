@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -73,10 +74,9 @@ def parse_inputs(text: str) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 def last_frame(error: BaseException) -> str:
     """Returns `file.py:12` of the innermost frame that is the user's own, or nothing."""
-    ours = os.path.dirname(__file__)
+    not_theirs = (os.path.dirname(__file__), sysconfig.get_paths()["stdlib"], "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        installed = "site-packages" in frame.filename or frame.filename.startswith("<")
-        if not installed and not frame.filename.startswith(ours):
+        if "site-packages" not in frame.filename and not frame.filename.startswith(not_theirs):
             return f", at {os.path.basename(frame.filename)}:{frame.lineno}"
     return ""
 
@@ -94,7 +94,7 @@ def _load_file(place: str) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(_failed(place, error)) from error
     return module
 
@@ -111,9 +111,9 @@ def _load_module(place: str) -> ModuleType:
                 f"installed packages); a file is named as path/to/file.py:name"
             ) from error
         raise ValueError(_failed(place, error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(_failed(place, error)) from error
 
 
-def _failed(place: str, error: Exception) -> str:
+def _failed(place: str, error: BaseException) -> str:
     return f"importing {place} failed: {type(error).__name__}: {error}{last_frame(error)}"

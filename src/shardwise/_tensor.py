@@ -121,7 +121,7 @@ class _Choice:
         if info.is_input:
             return "it is a dim of the inputs"
         if info.recurs:
-            return "it is the residual stream, which every pair leaves whole"
+            return "it is summed over and made again: the residual stream, or a layer used twice"
         if info.broken:
             return info.broken[0]
         kinds = {site.kind for site in info.sites}
@@ -129,6 +129,8 @@ class _Choice:
             return "it is summed over between two activations"
         if "leaves" in kinds:
             return "it is summed over between two leaves"
+        if info.sites and not info.made and "lookup" not in kinds:
+            return "no weight makes what is summed over it, so only half of a pair could be split"
         if not info.sites and not info.is_output:
             return "no weight sums over it and it does not leave the model"
         for index, dim in members:
