@@ -126,7 +126,7 @@ def main():
     for way in WAYS:
         runs = [
             int(subprocess.check_output([sys.executable, __file__, "--peak", way], text=True))
-            for _ in range(3)
+            for _ in range(min(3, args.repeats))
         ]
         peaks[way] = statistics.median(runs)
     times = {way: [] for way in WAYS}
