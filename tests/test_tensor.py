@@ -87,6 +87,18 @@ CASES = {
         {"q.kernel": COLUMN, "k.kernel": COLUMN, "v.kernel": COLUMN, "o.kernel": ROW},
         1,
     ),
+    "fewer-kv-heads-than-devices": (  # two KV heads cannot be split four ways: they stay whole
+        lambda: models.GroupedAttention(16, 8, 2, 4, rngs()),
+        X,
+        {"q.kernel": COLUMN, "k.kernel": P(), "v.kernel": P(), "o.kernel": ROW},
+        1,
+    ),
+    "fewer-kv-heads-grouped": (
+        lambda: models.GroupedAttention(16, 8, 2, 4, rngs(), repeat=False),
+        X,
+        {"q.kernel": COLUMN, "k.kernel": P(), "v.kernel": P(), "o.kernel": ROW},
+        1,
+    ),
     "square-projections": (  # every kernel is 16 by 16
         lambda: models.GroupedAttention(16, 4, 4, 4, rngs()),
         X,
