@@ -182,7 +182,7 @@ def test_bytes_per_device_are_the_sum_over_live_arrays(case):
 
 def bare(leaf):
     """Returns the leaf without what it need not remember: how it was decided."""
-    return dataclasses.replace(leaf, trail=(), owner="")
+    return dataclasses.replace(leaf, trail=())
 
 
 @cases(200)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout
 from ._leaf import Leaf
+from ._mesh import show_mesh
 from ._model import keyed_leaves, shape_of, show_path
 from ._spec import normal_spec, show_spec
 from ._table import show_bytes
@@ -126,6 +127,5 @@ def _as_planned(layout: Layout, leaf: Leaf, sharding: Any) -> bool:
 
 def _show(sharding: Any) -> str:
     if isinstance(sharding, NamedSharding):
-        axes = ",".join(f"{a}={s}" for a, s in sharding.mesh.shape.items())
-        return f"{show_spec(sharding.spec)} on {axes}"
+        return f"{show_spec(sharding.spec)} on {show_mesh(sharding.mesh)}"
     return f"on {len(sharding.device_set)} device{'s' if len(sharding.device_set) > 1 else ''}, as {type(sharding).__name__}"

@@ -57,7 +57,6 @@ class Leaf:
         trail: every rule's opinion, in order.
         gathered: axes that FSDP put there.
         meant: it was left whole on purpose.
-        owner: the type of the module that holds it.
     """
 
     path: str
@@ -73,7 +72,6 @@ class Leaf:
     trail: tuple[Opinion, ...] = ()
     gathered: frozenset[str] = frozenset()
     meant: bool = False
-    owner: str = ""
 
     @property
     def ndim(self) -> int:

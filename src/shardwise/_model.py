@@ -110,7 +110,6 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
                     sizes=sizes,
                     names=_annotation(variable) if is_variable and not inner else None,
                     stacked=_extra_dims(array.shape, expected),
-                    owner=type(owner).__name__,
                 )
             )
     return _spread_stacks(found, known={k for k, _ in model.variables if _is_known(model, k)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -37,10 +38,8 @@ def optimizer_leaves(
     parameters = nnx.filter_state(state, wrt)
     abstract = jax.eval_shape(tx.init, parameters)
     by_keys = {leaf.keys: leaf for leaf in leaves}
-    owners: dict[Keys, Leaf] = {}
-    for keys, _ in keyed_leaves(parameters):
-        owners[keys] = by_keys[keys]
-    update: list[list[P | None]] = []
+    owners = {keys: by_keys[keys] for keys, _ in keyed_leaves(parameters)}
+    by_update = functools.cache(lambda: _specs_by_update(parameters, abstract, tx, owners))
     found = []
     keyed = keyed_leaves(abstract)
     owner_of = _Owners([keys for keys, _ in keyed], owners)
@@ -52,8 +51,7 @@ def optimizer_leaves(
             continue
         specs = _matches(owner, leaf.shape)
         if len(specs) > 1:
-            update = update or [_specs_by_update(parameters, abstract, tx, owners)]
-            traced = update[0][index]
+            traced = by_update()[index]
             specs = [traced] if traced is not None else []
             how = "its dims were matched by tracing the update"
         else:
@@ -167,7 +165,7 @@ def _specs_by_update(
 
     try:
         closed = jax.make_jaxpr(update)((parameters, state), parameters)
-    except Exception:
+    except Exception:  # the user's own function may fail in any way; then nothing is known
         return [None] * len(jax.tree.leaves(state))
     count = len(jax.tree.leaves(parameters))
     flow = follow(closed, count + len(jax.tree.leaves(state)))

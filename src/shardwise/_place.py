@@ -13,6 +13,7 @@ from ._audit import structure_findings
 from ._check import check
 from ._findings import Findings
 from ._layout import Layout
+from ._mesh import show_mesh
 from ._model import keyed_leaves, trace_build
 from ._parts import run_in_parts
 
@@ -102,7 +103,7 @@ def _require_ready(layout: Layout) -> Mesh:
         raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
     check(layout).raise_if_errors()
     if not isinstance(layout.mesh, Mesh):
-        axes = ",".join(f"{a}={s}" for a, s in layout.mesh.shape.items())
+        axes = show_mesh(layout.mesh)
         raise ValueError(
             f"the layout is on {axes} of no devices, so nothing can be placed on it: "
             f"use layout.on(sw.mesh({axes!r})) for devices that are here"

@@ -220,6 +220,16 @@ def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
     return pick
 
 
+def require_axes(axes: Sequence[str], sizes: Mapping[str, int], what: str) -> None:
+    """Raises a ValueError if the mesh lacks one of `axes`."""
+    for axis in axes:
+        if axis not in sizes:
+            raise ValueError(
+                f"{what} is over axis {axis!r}, which the mesh does not have: "
+                f"its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
+            )
+
+
 def once(pairs: Any, what: str) -> dict[str, Axes]:
     """Returns Flax's pairs of name and axis as a dict.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._leaf import Leaf, Opinion
-from ._rules import Rule, Rules, Scene, patterns, replicate
+from ._rules import Rule, Rules, Scene, patterns, replicate, require_axes
 from ._spec import divisible_dims, make_spec, padded
 from ._tensor import tensor
 
@@ -117,16 +117,6 @@ def flatten_rules(rules: Rules, sizes: Mapping[str, int]) -> list[tuple[str, Any
         f"{rules!r} is not a rule: give a dict of path patterns, a function of a leaf, "
         f"a strategy such as sw.fsdp('data') or its name, or a list of these"
     )
-
-
-def require_axes(axes: Sequence[str], sizes: Mapping[str, int], what: str) -> None:
-    """Raises a ValueError if the mesh lacks one of `axes`."""
-    for axis in axes:
-        if axis not in sizes:
-            raise ValueError(
-                f"{what} is over axis {axis!r}, which the mesh does not have: "
-                f"its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
-            )
 
 
 def _named(name: str, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:

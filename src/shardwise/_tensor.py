@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ._dataflow import Flow, Group
 from ._guess import Split, guess_pairs
 from ._leaf import Leaf, Opinion
-from ._rules import Rule, Scene
+from ._rules import Rule, Scene, require_axes
 from ._spec import make_spec, padded
 
 
@@ -20,11 +20,7 @@ class Tensor:
 
     def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
         """Returns the rule: each leaf's split, or why it is left alone."""
-        if self.axis not in scene.sizes:
-            axes = ", ".join(f"{a}={s}" for a, s in scene.sizes.items())
-            raise ValueError(
-                f"tensor is over axis {self.axis!r}, which the mesh does not have: its axes are {axes}"
-            )
+        require_axes((self.axis,), scene.sizes, "tensor")
         ways = scene.sizes[self.axis]
         flow = scene.flow()
         if flow is None:
