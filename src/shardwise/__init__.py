@@ -18,5 +18,7 @@ from ._place import shard as shard
 from ._recipe import Recipe as Recipe
 from ._rules import by_rank as by_rank
 from ._rules import replicate as replicate
+from ._simulate import Simulation as Simulation
+from ._simulate import simulate as simulate
 from ._strategies import fsdp as fsdp
 from ._tensor import tensor as tensor

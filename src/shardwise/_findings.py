@@ -30,6 +30,9 @@ CODES: dict[str, tuple[str, str]] = {
     "SW202": ("missing-leaf", ERROR),
     "SW203": ("unplanned-leaf", ERROR),
     "SW204": ("other-shape-or-dtype", ERROR),
+    "SW501": ("devices-disagree", ERROR),
+    "SW502": ("unproven-agreement", WARNING),
+    "SW503": ("diverging-collective", ERROR),
 }
 
 

@@ -1,0 +1,56 @@
+"""What every walk over a jaxpr needs, whatever the version of JAX."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns a jaxpr and its constants; in newer JAX an open and a closed one are one class."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def is_literal(atom: Any) -> bool:
+    """Returns whether an operand is a constant in place."""
+    return hasattr(atom, "val")
+
+
+def sub_jaxprs(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
+                yield item
+
+
+def scan_parts(eqn: Any) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants, and how many are carried.
+
+    They are told by ranks alone, since the parameters that say so differ between versions of JAX.
+    """
+    body, _ = opened(eqn.params["jaxpr"])
+    kept = sum(
+        len(outer.aval.shape) == len(inner.aval.shape)
+        for outer, inner in zip(eqn.invars, body.invars, strict=True)
+    )
+    carried = sum(
+        len(outer.aval.shape) == len(inner.aval.shape)
+        for outer, inner in zip(eqn.outvars, body.outvars, strict=True)
+    )
+    return kept - carried, carried
+
+
+def user_line(eqn: Any) -> str:
+    """Returns `file.py:12`: the innermost line that is neither JAX's, Flax's nor ours."""
+    own = os.path.dirname(__file__) + os.sep
+    not_theirs = (sysconfig.get_paths()["stdlib"], "<frozen")
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        name = frame.file_name
+        is_own = name.startswith(own) and not name.startswith(os.path.join(own, "examples"))
+        if not is_own and "site-packages" not in name and not name.startswith(not_theirs):
+            return f"{os.path.basename(name)}:{frame.line_num}"
+    return "?"

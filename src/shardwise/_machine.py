@@ -1,0 +1,174 @@
+"""Simulated devices: a body's jaxpr, run for all of them at once on the one device that is there.
+
+Ordinary equations are mapped over the devices that hold different values. Collectives become
+sums, transposes and slices (`_collectives`), loops and branches loops and branches of the stacked
+values (`_control`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from . import _control
+from ._body import Setting
+from ._collectives import CASTS, UNKNOWN, Collective, as_collective, axes_after, collect
+from ._held import Held, Sizes, in_order, one_by_one, spread, union, widen
+from ._jaxpr import is_literal, opened, sub_jaxprs, user_line
+from ._spec import Axes
+
+# Sharding has no meaning on simulated devices.
+_IDENTITY = CASTS | {"sharding_constraint", "reshard", "mesh_cast"}
+# Under vmap these would not do for each device what a real one does alone: JAX's own generator
+# of random bits draws others, and callbacks refuse.
+_ALONE = frozenset({"rng_bit_generator", "random_bits", "pure_callback", "io_callback"})
+_EVERYWHERE = frozenset({"debug_callback", "debug_print", "io_callback"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The simulated devices of one call.
+
+    Attributes:
+        setting: the mesh and its axes.
+        log: told of every collective, with its line, or None.
+        disagree: told when devices differ where they must not: what they hold, the axes, and
+            the equation.
+        at: the coordinates along axes that are stepped through one by one.
+    """
+
+    setting: Setting
+    log: Callable[[Collective, Held, str, Mapping[str, Any]], None] | None = None
+    disagree: Callable[[Held, Axes, str], None] | None = None
+    at: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the manual axes."""
+        return self.setting.sizes
+
+    def run(self, jaxpr: Any, args: Sequence[Held]) -> list[Held]:
+        """Returns the outputs of a jaxpr (closed or not, its inputs all given) on all devices."""
+        inner, consts = opened(jaxpr)
+        env: dict[Any, Held] = {}
+        last = _last_uses(inner)
+
+        def read(atom: Any) -> Held:
+            return Held(jnp.asarray(atom.val)) if is_literal(atom) else env[atom]
+
+        for var, const in zip(inner.constvars, consts, strict=True):
+            env[var] = Held(jnp.asarray(const))
+        env.update(zip(inner.invars, args, strict=True))
+        for i, eqn in enumerate(inner.eqns):
+            outs = self.step(eqn, [read(a) for a in eqn.invars])
+            env.update(zip(eqn.outvars, outs, strict=True))
+            for var in last.get(i, ()):
+                env.pop(var, None)
+        return [read(a) for a in inner.outvars]
+
+    def step(self, eqn: Any, args: list[Held]) -> list[Held]:
+        """Returns what the devices hold after one equation."""
+        name, sizes = eqn.primitive.name, self.sizes
+        if collective := as_collective(eqn):
+            if self.log is not None:
+                self.log(collective, args[0], user_line(eqn), self.at)
+            return [collect(collective, args[0], args[1:], sizes)]
+        if name == "axis_index":
+            axis = eqn.params["axis_name"]
+            if axis in self.at:
+                return [Held(self.at[axis])]
+            return [Held(jnp.arange(sizes[axis], dtype="int32"), (axis,))]
+        if name in _IDENTITY:
+            return args
+        if rule := _control.RULES.get(name):
+            return rule.run(self, eqn, args)
+        if name in UNKNOWN or _has_axes(eqn):
+            raise NotImplementedError(
+                f"{name}, at {user_line(eqn)}, cannot be simulated: it works in jax.shard_map on "
+                f"real devices only"
+            )
+        if name in _EVERYWHERE:  # each device prints, though all hold the same
+            args = [widen(a, [x for x in sizes if x not in self.at], sizes) for a in args]
+        if name in _ALONE and (axes := union(args, sizes)):
+            return one_by_one(lambda _, inner: _bind(eqn, inner, sizes), args, axes, sizes)
+        return _bind(eqn, args, sizes)
+
+    def inside(self, at: Mapping[str, Any]) -> Machine:
+        """Returns the devices at fixed coordinates along some axes."""
+        return dataclasses.replace(self, at={**self.at, **at})
+
+    def axes_through(self, jaxpr: Any, axes: Sequence[Axes]) -> list[Axes]:
+        """Returns the axes along which each output may differ, without running anything."""
+        inner, _ = opened(jaxpr)
+        env: dict[Any, Axes] = {var: () for var in inner.constvars}
+        env.update(zip(inner.invars, axes, strict=True))
+        for eqn in inner.eqns:
+            before = [() if is_literal(a) else env[a] for a in eqn.invars]
+            env.update(zip(eqn.outvars, self._axes_step(eqn, before), strict=True))
+        return [() if is_literal(a) else env[a] for a in inner.outvars]
+
+    def _axes_step(self, eqn: Any, before: list[Axes]) -> list[Axes]:
+        name = eqn.primitive.name
+        if collective := as_collective(eqn):
+            return [axes_after(collective, before[0], self.sizes)]
+        if name == "axis_index":
+            axis = eqn.params["axis_name"]
+            return [() if axis in self.at else (axis,)]
+        if name in _IDENTITY:
+            return before
+        if rule := _control.RULES.get(name):
+            return rule.axes(self, eqn, before)
+        if name in _EVERYWHERE:
+            before = [*before, tuple(a for a in self.sizes if a not in self.at)]
+        together = in_order((a for axes in before for a in axes), self.sizes)
+        return [together] * len(eqn.outvars)
+
+
+def _has_axes(eqn: Any) -> bool:
+    """Returns whether an equation of unknown kind holds anything that a plain vmap would break."""
+
+    def typed(jaxpr: Any) -> bool:
+        inner, _ = opened(jaxpr)
+        atoms = [*inner.invars, *inner.outvars, *(v for e in inner.eqns for v in e.outvars)]
+        if any(
+            getattr(a.aval, "manual_axis_type", None) and a.aval.manual_axis_type.varying
+            for a in atoms
+        ):
+            return True
+        return any(
+            as_collective(e) or e.primitive.name in ("axis_index", *UNKNOWN) or _has_axes(e)
+            for e in inner.eqns
+        )
+
+    return any(typed(jaxpr) for jaxpr in sub_jaxprs(eqn))
+
+
+def _bind(eqn: Any, args: Sequence[Held], sizes: Sizes) -> list[Held]:
+    def fn(*values: Any) -> Any:
+        if any(True for _ in sub_jaxprs(eqn)):
+            functions, params = eqn.primitive.get_bind_params(eqn.params)
+            out = eqn.primitive.bind(*functions, *values, **params)
+        else:
+            out = eqn.primitive.bind(*values, **eqn.params)
+        return list(out) if eqn.primitive.multiple_results else [out]
+
+    return spread(fn, args, sizes)
+
+
+def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
+    """Returns the variables that are needed no more after each equation."""
+    last = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        for atom in (*eqn.invars, *eqn.outvars):
+            if not is_literal(atom):
+                last[atom] = i
+    for atom in jaxpr.outvars:
+        if not is_literal(atom):
+            last.pop(atom, None)
+    uses: dict[int, list[Any]] = {}
+    for var, i in last.items():
+        uses.setdefault(i, []).append(var)
+    return uses

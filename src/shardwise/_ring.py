@@ -1,0 +1,30 @@
+"""What a collective costs: bytes that one device sends, under the ring model.
+
+The model: an all-reduce is a reduce-scatter and an all-gather around a ring, each of n-1 steps of
+one n-th; an all-to-all sends every other device its part straight; a permute and a broadcast send
+the value once. Real networks and compilers do better or worse: these figures are modelled.
+"""
+
+from __future__ import annotations
+
+MODEL = "ring model: all-reduce 2(n-1)/n, all-gather n-1, reduce-scatter and all-to-all (n-1)/n"
+
+
+def sent_bytes(kind: str, local_bytes: int, devices: int) -> int:
+    """Returns the bytes that one device sends in one collective (modelled).
+
+    Args:
+        kind: `psum`, `pmax`, `pmin`, `all_gather`, `psum_scatter`, `all_to_all`, `ppermute` or
+            `pbroadcast`.
+        local_bytes: of the operand on one device.
+        devices: how many take part.
+    """
+    if devices == 1:
+        return 0
+    if kind in ("psum", "pmax", "pmin"):
+        return 2 * (devices - 1) * local_bytes // devices
+    if kind == "all_gather":
+        return (devices - 1) * local_bytes
+    if kind in ("psum_scatter", "all_to_all"):
+        return (devices - 1) * local_bytes // devices
+    return local_bytes
