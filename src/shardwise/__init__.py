@@ -1,9 +1,13 @@
 """Shardwise plans, checks, simulates, compiles and runs the sharding of Flax NNX models on JAX."""
 
+from ._attention import sequence_parallel_attention as sequence_parallel_attention
 from ._audit import audit as audit
 from ._check import check as check
 from ._diff import LayoutDiff as LayoutDiff
 from ._diff import diff as diff
+from ._events import Event as Event
+from ._events import Shards as Shards
+from ._events import Trace as Trace
 from ._findings import Finding as Finding
 from ._findings import Findings as Findings
 from ._findings import LayoutError as LayoutError
@@ -13,6 +17,8 @@ from ._layout import load_layout as load_layout
 from ._leaf import Leaf as Leaf
 from ._leaf import Opinion as Opinion
 from ._mesh import mesh as mesh
+from ._pipeline import Pipeline as Pipeline
+from ._pipeline import pipeline as pipeline
 from ._place import init as init
 from ._place import shard as shard
 from ._recipe import Recipe as Recipe
@@ -22,3 +28,4 @@ from ._simulate import Simulation as Simulation
 from ._simulate import simulate as simulate
 from ._strategies import fsdp as fsdp
 from ._tensor import tensor as tensor
+from ._timetable import Timetable as Timetable

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from ._held import Held, Sizes, in_order, split
+from ._jaxpr import opened
 from ._spec import Axes
 
 
@@ -87,11 +88,11 @@ def trace_body(
     # A mesh that the caller has set, with axes of other types, is none of the simulation's business.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         closed = jax.make_jaxpr(mapped)(*(_shape(a) for a in arrays))
-    outer = getattr(closed, "jaxpr", closed)
+    outer, outer_consts = opened(closed)
     (eqn,) = outer.eqns or [None]
     if eqn is None:  # nothing is returned: JAX drops the whole body
         return Body(None, [], found["tree"], [])
-    values = dict(zip(outer.constvars, closed.consts, strict=True))
+    values = dict(zip(outer.constvars, outer_consts, strict=True))
     operands = eqn.invars[: len(eqn.invars) - len(arrays)]
     consts = [values[v] if v in values else v.val for v in operands]
     return Body(eqn.params["jaxpr"], consts, found["tree"], found["varying"])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._factors import Dim, Factor, fresh, resolve, unify
+from ._jaxpr import call_jaxpr, is_literal, opened
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,13 +114,13 @@ class Tracer:
 
     def run(self, jaxpr: Any, consts: Sequence[Val], args: Sequence[Val]) -> list[Val]:
         """Returns the values of the jaxpr's outputs."""
-        from ._primitives import RULES, call_jaxpr, unknown_primitive
+        from ._primitives import RULES, unknown_primitive
 
         env: dict[Any, Val] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Val:
-            if hasattr(atom, "val"):
+            if is_literal(atom):
                 return self.unknown(getattr(atom.aval, "shape", ()))
             return env[atom]
 
@@ -137,9 +138,8 @@ class Tracer:
 
     def call(self, closed: Any, args: Sequence[Val]) -> list[Val]:
         """Returns the outputs of an inner jaxpr, closed or open."""
-        jaxpr = getattr(closed, "jaxpr", closed)
-        consts = [self.unknown(getattr(c, "shape", ())) for c in getattr(closed, "consts", ())]
-        return self.run(jaxpr, consts, args)
+        jaxpr, consts = opened(closed)
+        return self.run(jaxpr, [self.unknown(getattr(c, "shape", ())) for c in consts], args)
 
     def finish(self, leaves: Sequence[Val], inputs: Sequence[Val], outputs: Sequence[Val]) -> Flow:
         """Returns the account by group, now that everything has been unified."""

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from ._collectives import Collective
-from ._held import Held, Sizes
+from ._held import Held, Sizes, is_traced
 from ._ring import MODEL, sent_bytes
 from ._spec import Axes
 from ._table import html_table, show_bytes, text_table
@@ -249,7 +249,7 @@ class Shards(Mapping[tuple[int, ...], Shard]):
 
 def _brief(leaf: Any) -> str:
     """Returns the first numbers of an array, on one line."""
-    if isinstance(leaf, jax.core.Tracer):
+    if is_traced(leaf):
         return "(traced)"
     if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         leaf = jax.random.key_data(leaf)

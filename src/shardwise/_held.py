@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from ._spec import Axes, padded, spec_axes
@@ -36,6 +37,11 @@ class Held:
     def local_shape(self) -> tuple[int, ...]:
         """The shape that one device sees."""
         return tuple(self.value.shape[len(self.axes) :])
+
+
+def is_traced(value: Any) -> bool:
+    """Returns whether a value is not there yet: it is inside a jit, a grad or a vmap."""
+    return isinstance(value, Tracer)
 
 
 def in_order(axes: Iterable[str], sizes: Sizes) -> Axes:
@@ -159,3 +165,35 @@ def one_by_one(
         scatter_axes(jnp.moveaxis(value, 0, len(rest)), rest, axes, sizes)
         for value, rest in zip(values, found, strict=True)
     ]
+
+
+class Outs:
+    """The axes of outputs, learnt while JAX traces the function that makes them."""
+
+    def __init__(self) -> None:
+        """Knows none yet."""
+        self.axes: list[Axes] = []
+
+    def keep(self, outs: Sequence[Held]) -> list[Any]:
+        """Returns the values of outputs, their axes noted."""
+        self.axes = [out.axes for out in outs]
+        return values_of(outs)
+
+    def of(self, values: Sequence[Any]) -> list[Held]:
+        """Returns values with the axes that were noted."""
+        return [Held(v, a) for v, a in zip(values, self.axes, strict=True)]
+
+
+def values_of(held: Sequence[Held]) -> list[Any]:
+    """Returns the stacked arrays."""
+    return [h.value for h in held]
+
+
+def like(held: Sequence[Held], values: Sequence[Any]) -> list[Held]:
+    """Returns other stacked arrays with the same axes."""
+    return [Held(v, h.axes) for h, v in zip(held, values, strict=True)]
+
+
+def axes_of(*parts: Sequence[Held]) -> list[list[Axes]]:
+    """Returns the axes alone."""
+    return [[h.axes for h in part] for part in parts]

@@ -26,6 +26,19 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
                 yield item
 
 
+def call_jaxpr(eqn: Any) -> Any:
+    """Returns the inner jaxpr of a primitive that only calls it, such as jit or remat."""
+    if eqn.primitive.name in ("shard_map", "pallas_call"):
+        return None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = eqn.params.get(key)
+        jaxpr, _ = opened(inner)
+        if hasattr(jaxpr, "invars"):
+            same = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
+            return inner if same else None
+    return None
+
+
 def scan_parts(eqn: Any) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are carried.
 

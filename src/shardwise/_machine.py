@@ -11,13 +11,15 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from . import _control
-from ._body import Setting
+from ._body import Body, Setting
 from ._collectives import CASTS, UNKNOWN, Collective, as_collective, axes_after, collect
 from ._held import Held, Sizes, in_order, one_by_one, spread, union, widen
-from ._jaxpr import is_literal, opened, sub_jaxprs, user_line
+from ._jaxpr import call_jaxpr, is_literal, opened, sub_jaxprs, user_line
 from ._spec import Axes
 
 # Sharding has no meaning on simulated devices.
@@ -57,10 +59,10 @@ class Machine:
         last = _last_uses(inner)
 
         def read(atom: Any) -> Held:
-            return Held(jnp.asarray(atom.val)) if is_literal(atom) else env[atom]
+            return constant(atom.val) if is_literal(atom) else env[atom]
 
         for var, const in zip(inner.constvars, consts, strict=True):
-            env[var] = Held(jnp.asarray(const))
+            env[var] = constant(const)
         env.update(zip(inner.invars, args, strict=True))
         for i, eqn in enumerate(inner.eqns):
             outs = self.step(eqn, [read(a) for a in eqn.invars])
@@ -68,6 +70,14 @@ class Machine:
             for var in last.get(i, ()):
                 env.pop(var, None)
         return [read(a) for a in inner.outvars]
+
+    def run_body(self, body: Body, args: Sequence[Held]) -> list[Held]:
+        """Returns the outputs of a traced body on all devices."""
+        if body.jaxpr is None:
+            return []
+        outs = self.run(body.jaxpr, [*(constant(c) for c in body.consts), *args])
+        # Without the dim that tracing gave them.
+        return [Held(jnp.squeeze(o.value, len(o.axes)), o.axes) for o in outs]
 
     def step(self, eqn: Any, args: list[Held]) -> list[Held]:
         """Returns what the devices hold after one equation."""
@@ -85,6 +95,8 @@ class Machine:
             return args
         if rule := _control.RULES.get(name):
             return rule.run(self, eqn, args)
+        if (inner := call_jaxpr(eqn)) is not None:
+            return self.run(inner, args)
         if name in UNKNOWN or _has_axes(eqn):
             raise NotImplementedError(
                 f"{name}, at {user_line(eqn)}, cannot be simulated: it works in jax.shard_map on "
@@ -121,10 +133,20 @@ class Machine:
             return before
         if rule := _control.RULES.get(name):
             return rule.axes(self, eqn, before)
+        if (inner := call_jaxpr(eqn)) is not None:
+            return self.axes_through(inner, before)
         if name in _EVERYWHERE:
             before = [*before, tuple(a for a in self.sizes if a not in self.at)]
         together = in_order((a for axes in before for a in axes), self.sizes)
         return [together] * len(eqn.outvars)
+
+
+def constant(value: Any) -> Held:
+    """Returns a constant of a jaxpr, the same on all devices.
+
+    JAX may have typed it with the mesh of some trace, which means nothing here.
+    """
+    return Held(jnp.asarray(value if isinstance(value, jax.Array) else np.asarray(value)))
 
 
 def _has_axes(eqn: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ._dataflow import Tracer, Val
 from ._factors import Dim, fresh, regroup
+from ._jaxpr import opened, scan_parts
 
 Transfer = Callable[[Tracer, Any, list[Val]], list[Val]]
 RULES: dict[str, Transfer] = {}
@@ -41,19 +42,6 @@ def _past(values: Sequence[Val]) -> tuple[bool, int]:
 
 def _shapes(eqn: Any) -> list[tuple[int, ...]]:
     return [tuple(getattr(v.aval, "shape", ())) for v in eqn.outvars]
-
-
-def call_jaxpr(eqn: Any) -> Any:
-    """Returns the inner jaxpr of a primitive that only calls it, such as jit or remat."""
-    if eqn.primitive.name in ("shard_map", "pallas_call"):
-        return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = eqn.params.get(key)
-        jaxpr = getattr(inner, "jaxpr", inner)
-        if hasattr(jaxpr, "invars"):
-            same = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
-            return inner if same else None
-    return None
 
 
 def unknown_primitive(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
@@ -377,22 +365,14 @@ def _no_effect(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 
 @_rule("scan")
 def _scan(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
-    # Which operands are carried and which are scanned is told by ranks alone, since the
-    # parameters that say so differ between versions of JAX.
-    body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-    ranks = [len(var.aval.shape) for var in body.invars]
-    kept = [v for v, rank in zip(values, ranks, strict=True) if len(v.dims) == rank]
-    scanned = values[len(kept) :]
-    carries = sum(
-        len(out.aval.shape) == len(inner.aval.shape)
-        for out, inner in zip(eqn.outvars, body.outvars, strict=True)
-    )
-    carry = kept[len(kept) - carries :]
+    consts, carries = scan_parts(eqn)
+    kept, scanned = values[: consts + carries], values[consts + carries :]
+    carry = kept[consts:]
     inner = [Val(x.dims[1:], x.live, x.past) for x in scanned]
-    carry = _settle(eqn.params["jaxpr"], kept[: len(kept) - carries], carry, inner)
+    carry = _settle(eqn.params["jaxpr"], kept[:consts], carry, inner)
     for x in scanned:
         tracer.scanned.append(x.dims[0])
-    outputs = tracer.call(eqn.params["jaxpr"], [*kept[: len(kept) - carries], *carry, *inner])
+    outputs = tracer.call(eqn.params["jaxpr"], [*kept[:consts], *carry, *inner])
     _tie(tracer, carry, outputs[:carries])
     carried = [
         Val(x.dims, x.live or y.live, x.past | y.past)
@@ -434,7 +414,7 @@ def _settle(
     carry = list(carry)
     while not all(x.live for x in carry):
         scratch = Tracer()  # only whether values are live matters here
-        invars = getattr(body, "jaxpr", body).invars
+        invars = opened(body)[0].invars
         args = [
             scratch.unknown(v.aval.shape, live=x.live)
             for v, x in zip(invars, (*before, *carry, *after), strict=True)

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from ._body import Body, Setting, plain_mesh, trace_body
-from ._control import without_lead
 from ._disagree import find_difference, show_difference
 from ._events import Shards, Trace, Tracker
 from ._findings import Finding, Findings, LayoutError, make_finding
-from ._held import Held, in_order, join, split
+from ._held import Held, in_order, is_traced, join, split
 from ._machine import Machine
 from ._mesh import AnyMesh, show_mesh
 from ._mesh import mesh as make_mesh
@@ -184,12 +183,9 @@ class Simulation:
         return body, [split(a, s, sizes) for a, s in zip(arrays, specs, strict=True)], tree
 
     def _run(self, body: Body, held: Sequence[Held], tracker: Tracker | None = None) -> list[Held]:
-        if body.jaxpr is None:
-            return []
         log = None if tracker is None else tracker.log
         machine = Machine(self._setting, log, self._refuse_split_ways if self._checks else None)
-        outs = machine.run(body.jaxpr, [*(Held(c) for c in body.consts), *held])
-        return [without_lead(out) for out in outs]
+        return machine.run_body(body, held)
 
     def _specs_of_outputs(self, body: Body, outs: Sequence[Held]) -> list[P]:
         sample = jax.tree.unflatten(body.out_tree, outs)
@@ -223,7 +219,7 @@ class Simulation:
             if not axes:
                 continue
             told = functools.partial(self._not_same, path, spec, axes, out.axes)
-            if not isinstance(out.value, jax.core.Tracer):
+            if not is_traced(out.value):
                 yield from told(out.value)
             else:
                 _check_later(told, out.value)
@@ -264,7 +260,7 @@ class Simulation:
 
     def _refuse_split_ways(self, held: Held, axes: Axes, line: str) -> None:
         told = functools.partial(self._split_ways, axes, held.axes, line)
-        if isinstance(held.value, jax.core.Tracer):
+        if is_traced(held.value):
             _check_later(told, held.value)
         else:
             Findings(tuple(told(held.value))).raise_if_errors()

@@ -20,6 +20,7 @@ from ._layout import layout
 from ._mesh import mesh
 from ._place import init
 from ._rules import by_rank
+from ._simulate import simulate
 
 _RULE = by_rank({2: P(None, "model"), 1: P("model")})
 
@@ -113,12 +114,8 @@ def shard_map_simulate(seed: float, x: Any, num_shards: float, features: float) 
         (12,)
     """
     x, shards = _shards(x, num_shards)
-    model = _linear(seed, x, features)()
-    chunk = x.shape[0] // shards
-    outs = []
-    for i in range(shards):  # on a mesh, these run at once
-        outs.append(model(jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, axis=0)))
-    return jnp.concatenate(outs, axis=0).reshape(-1)
+    axes = mesh({"data": shards}, on="none")
+    return _map_linear(simulate, seed, x, features, axes)
 
 
 def shard_map_simulate_for_real(
@@ -133,14 +130,8 @@ def shard_map_simulate_for_real(
         (12,)
     """
     x, shards = _shards(x, num_shards)
-    graphdef, state = nnx.split(_linear(seed, x, features)())
-    step = jax.shard_map(
-        lambda state, local_x: nnx.merge(graphdef, state)(local_x),
-        mesh=mesh({"data": shards}, on=f"cpu:{shards}"),
-        in_specs=(P(), P("data", None)),
-        out_specs=P("data", None),
-    )
-    return step(state, x).reshape(-1)
+    axes = mesh({"data": shards}, on=f"cpu:{shards}")
+    return _map_linear(jax.shard_map, seed, x, features, axes)
 
 
 def mesh_init_simulate(seed: float, x: Any, features: float, mesh_axes: float) -> jax.Array:
@@ -182,6 +173,18 @@ def mesh_init_simulate_for_real(
     devices = {shard.device for array in arrays for shard in array.addressable_shards}
     width = arrays[-1].shape[-1]
     return jnp.array([float(width), float(len(devices)), float(len(arrays))])
+
+
+def _map_linear(run: Any, seed: float, x: Any, features: float, axes: Any) -> jax.Array:
+    """Returns a linear layer of `x`, its batch split: what is simulated is what is run for real."""
+    graphdef, state = nnx.split(_linear(seed, x, features)())
+    step = run(
+        lambda state, local_x: nnx.merge(graphdef, state)(local_x),
+        mesh=axes,
+        in_specs=(P(), P("data", None)),
+        out_specs=P("data", None),
+    )
+    return step(state, x).reshape(-1)
 
 
 def _linear(seed: float, x: Any, features: float) -> Any:
