@@ -72,7 +72,9 @@ def same(got, want, tolerance=2e-5):
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype
-        assert ours.weak_type == theirs.weak_type
+        assert getattr(ours, "weak_type", None) == getattr(theirs, "weak_type", None)
+        if ours.size == 0 or ours.dtype == jax.dtypes.float0:
+            continue
         one, two = plain(ours), plain(theirs)
         if one.dtype.kind in "biu":
             np.testing.assert_array_equal(one, two)
@@ -173,7 +175,7 @@ CHOICES = {
 
 def _reduce(x, axes, n):
     return [f(x, axes) for f in (lax.psum, lax.pmean)] + [
-        lax.psum({"x": x, "y": (x * 2, 3.0)}, axes)
+        lax.psum({"x": x, "y": (x * 2,)}, axes)
     ]
 
 
@@ -196,6 +198,8 @@ def _scatter(x, axes, n):
 
 
 def _permute(x, axes, n):
+    if not isinstance(axes, str):
+        axes = tuple(sorted(axes))  # the mesh's order: see the test of any other
     rotations = [[(i, (i + s) % n) for i in range(n)] for s in (1, n - 1)]
     others = [[(0, n - 1)], [(i, i + 1) for i in range(n - 1)], [(i, i) for i in range(n)], []]
     swap = [(i, n - 1 - i) for i in range(n)]
@@ -205,9 +209,13 @@ def _permute(x, axes, n):
 
 def _all_to_all(x, axes, n):
     tiled = [lax.all_to_all(x, axes, s, c, tiled=True) for s in (0, 1) for c in (0, 1)]
-    cut = x[:n, :n]
+    # JAX's own derivative of these fails where the two dims differ.
+    cut = lax.stop_gradient(x[:n, :n])
     plain = [lax.all_to_all(cut, axes, s, c) for s in (0, 1) for c in (0, 1)]
-    return [*tiled, *plain, lax.pswapaxes(cut, axes, 0), lax.pswapaxes(cut, axes, 1)]
+    last = lax.all_to_all(lax.stop_gradient(x[:n, :, None]), axes, 0, 2)
+    one = [lax.all_to_all(x[:n], axes, 0, 0), lax.all_to_all(x[:, :n], axes, 1, 1)]
+    swapped = [lax.pswapaxes(cut, axes, 0), lax.pswapaxes(cut, axes, 1)]
+    return [*tiled, *plain, last, *one, *swapped]
 
 
 def _index(x, axes, n):
@@ -306,11 +314,58 @@ def test_collective_in_groups(groups, mesh):
             out += [lax.psum_scatter(v, "x", tiled=True, **options)]
             out += [lax.psum_scatter(v[:n], "x", **options)]
             out += [lax.all_to_all(v, "x", 0, 1, tiled=True, **options)]
-            out += [lax.all_to_all(v[:n], "x", 0, 1, **options)]
+            out += [lax.all_to_all(lax.stop_gradient(v[:n]), "x", 0, 1, **options)]
         return out
 
     args = (numbers(64, 2), numbers(8, 2, start=3))
     compare(body, mesh, (P(every), P()), P(every), *args, check_vma=False)
+
+
+PERMUTATIONS = {
+    "back": [(i, i - 1) for i in range(8)],
+    "from the last": [(-1, 0), (0, 1)],
+    "to the last": [(0, -1)],
+    "one to two": [(0, 1), (0, 2)],
+    "two to one": [(0, 1), (2, 1)],
+    "two to one, by another name": [(0, 7), (2, -1)],
+    "to none": [(i, i + 1) for i in range(8)],
+    "from none": [(9, 0)],
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", PERMUTATIONS)
+def test_permutation(name, vma):
+    def body(x, w):
+        return lax.ppermute(x, "a", PERMUTATIONS[name]), lax.ppermute(w, "a", PERMUTATIONS[name])
+
+    args = (body, "a=8", (P("a"), P()), P("a"))
+    x, w = numbers(8) + 10, numbers(2) + 5
+    if vma:
+        args = (lambda x, w: body(x, vary(w, "a")), *args[1:])
+    try:
+        want = jax.jit(real(*args, check_vma=vma))(x, w)
+    except Exception:
+        refusal(simulated(*args, check_vma=vma), x, w)
+    else:
+        same(jax.jit(simulated(*args, check_vma=vma))(x, w), want)
+
+
+@pytest.mark.parametrize("axes", [("b", "a"), ("c", "a"), ("c", "b", "a"), ("b", "c", "a")])
+def test_permutation_over_axes_in_another_order(axes):
+    # JAX 0.10 takes the axes in the mesh's order, and newer JAX refuses.
+    n = 2 ** len(axes)
+
+    def body(x):
+        return lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)])
+
+    args = (body, "a=2,b=2,c=2", P(("a", "b", "c")), P(("a", "b", "c")))
+    try:
+        want = jax.jit(real(*args))(numbers(8))
+    except Exception:
+        refusal(simulated(*args), numbers(8))
+    else:
+        same(simulated(*args)(numbers(8)), want)
 
 
 def test_broadcast_from_one_device():
@@ -351,7 +406,7 @@ def layer(x, w, v):
     """A layer of tensor and data parallelism with one collective of each kind."""
     h = jnp.tanh(x @ w)
     y = lax.psum(h @ v, "b")
-    y = y + lax.pmean(lax.all_gather(x.sum(1), "a", tiled=True).sum(), ("a", "b"))
+    y = y + lax.pmean(lax.all_gather(x.sum(1), "a", tiled=True).sum(), "a")
     z = lax.ppermute(y, "a", [(0, 1), (1, 0)])
     part = lax.psum_scatter(z, "a", scatter_dimension=1, tiled=True)
     return y + lax.all_gather(part, "a", axis=1, tiled=True)
@@ -519,11 +574,14 @@ def b_cond_same(x, w):
 
 
 def b_cond_varies(x, w):
+    # Within a branch, JAX would make w vary there, and add up its gradient there: for ever.
+    w = all_vary(w)
     return lax.cond(x.sum() > 0, lambda v, w: jnp.sin(v) * w, lambda v, w: v * v - w, x, w)
 
 
 def b_cond_across(x, w):
     # The devices that meet in the psum all go the same way: those with the same place along a.
+    w = all_vary(w)
     return lax.cond(
         lax.axis_index("a") == 0,
         lambda v: all_vary(lax.psum(v * w, "b")) + lax.axis_index("a"),
@@ -540,7 +598,7 @@ def b_cond_nested(x, w):
 
 
 def b_switch(x, w):
-    i = lax.axis_index("a") + lax.axis_index("b")
+    i, w = lax.axis_index("a") + lax.axis_index("b"), all_vary(w)
     return lax.switch(i, [jnp.sin, jnp.cos, lambda v: v * w, lambda v: v**3], x)
 
 
@@ -562,7 +620,7 @@ def b_remat_policy(x, w):
 
     def inner(x, w):
         h = checkpoint_name(jnp.sin(x) * w, "h")
-        return checkpoint_name(lax.all_gather(h, "a", tiled=True), "g").sum(0) * x @ jnp.ones((2, 2))
+        return checkpoint_name(lax.all_gather(h, "a", tiled=True), "g").sum(0) * x @ jnp.eye(2) * 0.3
 
     policies = jax.checkpoint_policies
     out = x
@@ -647,7 +705,8 @@ def b_clipped(x, w):
 
 
 def b_custom_vjp(x, w):
-    return normed("a", x, x + w, 3), normed("a", x[0], w, lax.axis_index("a"))
+    w = all_vary(w)
+    return normed("a", x, x + w, 3), normed("a", x[0], w, lax.axis_index("b"))
 
 
 def b_grad(x, w):
@@ -745,8 +804,6 @@ def b_optimizer(x, w):
 
 
 BODIES = {name.removeprefix("b_"): f for name, f in globals().items() if name.startswith("b_")}
-# Reverse-mode goes through no while_loop with an unknown number of steps.
-NO_GRADIENT = frozenset({"fori"})
 
 
 @BOTH
@@ -839,8 +896,6 @@ def test_a_device_that_has_stopped_stays_stopped():
     n = jnp.asarray([0, 1, 2, 3, 6, 7, 12, 15], "int32")
     args = (lambda n: body(n[0])[None], "a=8", P("a"), P("a"))
     want = jax.jit(real(*args))(n)
-    import multiprocessing  # noqa: F401
-
     same(jax.jit(simulated(*args))(n), want)
 
 
@@ -1053,6 +1108,7 @@ ARGUMENTS = {
     "constant": (lambda x: (jnp.ones(3), 1.5, np.ones(2), 2), X, P(), lambda: (numbers(4, 8),)),
     "constant, stacked": (lambda x: np.ones(3), X, P("b"), lambda: (numbers(4, 8),)),
     "python numbers": (lambda x, s, i: (x * s, i + 1), (X, P(), P()), (X, P()), lambda: (numbers(4, 8), 2.0, 3)),
+    "weak sum": (lambda x: (lax.psum(3.0, "a"), 2.5), X, P(), lambda: (numbers(4, 8),)),
     "weak": (lambda s, x: (s + 1, x * s), (P(), X), (P(), X), lambda: (2.0, numbers(4, 8))),
     "bool": (lambda s, x: x * s, (P(), X), X, lambda: (True, numbers(4, 8))),
     "numpy": (lambda x, s: x * s, (X, P()), X, lambda: (np.ones((4, 8)), np.float64(2))),
@@ -1152,7 +1208,7 @@ REFUSED = {
 def test_what_jax_refuses_is_refused(name):
     body, in_specs, out_specs, make = REFUSED[name]
     args = make()
-    assert isinstance(refusal(lambda *a: real(body, AB, in_specs, out_specs)(*a), *args), (ValueError, TypeError))
+    refusal(lambda *a: real(body, AB, in_specs, out_specs)(*a), *args)
     error = refusal(lambda *a: simulated(body, AB, in_specs, out_specs)(*a), *args)
     assert isinstance(error, (ValueError, TypeError))
     assert len(str(error)) > 20
@@ -1368,15 +1424,20 @@ def test_without_check_the_first_device_is_returned(vma):
 
 
 def test_gradient_without_check_is_that_of_the_real_one():
-    wrap = with_gradient
+    # The loss is linear: real devices would each go on with what it holds itself.
+    def wrap(f):
+        def total(x, w):
+            return sum(jnp.sum(o * jnp.cos(jnp.arange(o.size)).reshape(o.shape)) for o in f(x, w))
+
+        return jax.jit(jax.grad(total, (0, 1)))
 
     def body(x, w):
-        return jnp.sin(x) * 2 + w, (x * w).sum()
+        return jnp.sin(x) * 2 + w, (x * w).sum(), w * 3
 
     x, w = numbers(4, 8), numbers(8)
-    specs = ((X, P("b")), (P("a"), P()))
-    got = jax.jit(wrap(simulated(body, AB, *specs, check=False, check_vma=False)))(x, w)
-    same(got[1], jax.jit(wrap(real(body, AB, *specs, check_vma=False)))(x, w)[1])
+    specs = ((X, P("b")), (P("a"), P(), P()))
+    got = wrap(simulated(body, AB, *specs, check=False, check_vma=False))(x, w)
+    same(got, wrap(real(body, AB, *specs, check_vma=False))(x, w))
 
 
 AGREED = {
@@ -1634,9 +1695,11 @@ def test_trace_counts(name):
     body, want = TRACES[name]
     trace = simulated(body, AB, X, X).trace(numbers(4, 8))
     got = [(e.kind, e.line, e.times) for e in trace]
-    if name == "while":  # the condition is looked at once more than the body runs
-        assert {k for k, _, _ in got} == {"psum", "ppermute"}
-        assert len(got) == len(want)
+    if name == "while":  # the condition is looked at once before the first round
+        seen = {}
+        for kind, line, times in got:
+            seen[kind, line] = seen.get((kind, line), 0) + times
+        got = [(*place, times) for place, times in seen.items()]
     at = {text: line_of(body, f"# {text}") for _, text, _ in want}
     if name == "cond":
         at["taken"] = line_of(body, ",  # taken")
@@ -1677,7 +1740,7 @@ def test_shards(mesh):
     args = [numbers(8, 8, start=i) for i in range(4)]
 
     def body(*args):
-        return {"whole": lax.psum(args[0], every), "own": [args[1] * 2, args[2]]}
+        return {"whole": lax.psum(args[0], ("a", "b")), "own": [args[1] * 2, args[2]]}
 
     out_specs = {"whole": P(), "own": [specs[1], specs[2]]}
     shards = simulated(body, mesh, tuple(specs), out_specs).shards(*args)
@@ -1793,7 +1856,7 @@ def test_under_a_mesh_that_is_set(explicit, other):
         f = simulated(layer, *LAYER)
         same(jax.jit(with_gradient(f))(*layer_args()), want)
         same(f(*layer_args()), want[0])
-        assert len(f.trace(*layer_args())) == 7
+        assert len(f.trace(*layer_args())) == 6
 
 
 @pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])

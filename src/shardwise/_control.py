@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from ._collectives import waiting_axes
 from ._derivatives import called, custom_jvp, custom_vjp, custom_vjp_axes
 from ._held import Held, Outs, axes_of, in_order, like, one_by_one, values_of, widen
-from ._jaxpr import scan_parts, user_line
+from ._jaxpr import scan_parts
 from ._spec import Axes
 
 
@@ -125,7 +125,7 @@ def _while(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
 
     def goes_on(values: Sequence[Any]) -> Held:
         (out,) = machine.run(eqn.params["cond_jaxpr"], [*cond_consts, *held(values)])
-        return _agreed(machine, out, waits, eqn)
+        return _agreed(machine, out, waits)
 
     def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
         live, old = Held(state[0], first.axes), held(state[1])
@@ -165,7 +165,7 @@ def _branch_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
 def _cond(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     branches, sizes = eqn.params["branches"], machine.sizes
     waits = set[str]().union(*(waiting_axes(branch, sizes) for branch in branches))
-    index = _agreed(machine, args[0], waits, eqn)
+    index = _agreed(machine, args[0], waits)
     if not index.axes:
         axes = _branch_axes(machine, eqn, [(), *(a.axes for a in args[1:])])
 
@@ -188,13 +188,13 @@ def _cond(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     return one_by_one(step, [index, *args[1:]], index.axes, sizes)
 
 
-def _agreed(machine: Any, held: Held, axes: set[str], eqn: Any) -> Held:
+def _agreed(machine: Any, held: Held, axes: set[str]) -> Held:
     """Returns a predicate without the axes over which devices wait for each other under it."""
     shared = tuple(a for a in held.axes if a in axes)
     if not shared:
         return held
     if machine.disagree is not None:
-        machine.disagree(held, shared, user_line(eqn))
+        machine.disagree(held, shared, machine.line)
     value = held.value
     for axis in reversed(shared):
         value = jnp.take(value, 0, axis=held.axes.index(axis))

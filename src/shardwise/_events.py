@@ -108,7 +108,7 @@ class Trace(Sequence[Event]):
         word = "collective" if times == 1 else "collectives"
         return (
             f"{times} {word} on {self.mesh}; each device sends {show_bytes(self.total_bytes)} "
-            f"(modelled; {MODEL})"
+            f"(modelled)\n{MODEL}"
         )
 
 
@@ -173,7 +173,7 @@ class Shards(Mapping[tuple[int, ...], Shard]):
     """What every simulated device held, by mesh coordinates: `shards[0, 3]`. Prints as a table."""
 
     def __init__(self, mesh: str, sizes: Sizes, inputs: Any, outputs: Any):
-        """Keeps the stacked values; a device's own are cut out when asked for."""
+        """Keeps the stacked values with their tree and names; a device's own are cut out if asked for."""
         self._mesh, self._sizes = mesh, sizes
         self._inputs, self._outputs = inputs, outputs
 
@@ -218,9 +218,9 @@ class Shards(Mapping[tuple[int, ...], Shard]):
             raise KeyError(f"{device!r} is no device of the mesh {self._mesh}")
         return {axis: int(i) for axis, i in zip(self._sizes, given, strict=True)}  # pyright: ignore
 
-    def _local(self, part: tuple[Any, Sequence[Held]], at: Mapping[str, int]) -> Any:
-        tree, held = part
-        return jax.tree.unflatten(tree, [h.value[tuple(at[a] for a in h.axes)] for h in held])
+    def _local(self, part: tuple[Any, Sequence[Held], Any], at: Mapping[str, int]) -> Any:
+        tree, held, _ = part
+        return jax.tree.unflatten(tree, [_cut_out(h, at) for h in held])
 
     def _header(self) -> tuple[str, ...]:
         return ("device", "", "value", "holds")
@@ -238,13 +238,16 @@ class Shards(Mapping[tuple[int, ...], Shard]):
         for device in self._shown():
             at = self._coordinates(device)
             name = ",".join(f"{a}={i}" for a, i in at.items())
-            for word, (tree, held) in (("in", self._inputs), ("out", self._outputs)):
-                local = self._local((tree, held), at)
-                for path, leaf in jax.tree_util.tree_leaves_with_path(local):
-                    where = jax.tree_util.keystr(path, simple=True, separator=".")
+            for word, (_, held, names) in (("in", self._inputs), ("out", self._outputs)):
+                for label, value in zip(names, held, strict=True):
+                    leaf = _cut_out(value, at)
                     shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-                    yield (name, f"{word} {where}".strip(), shape, _brief(leaf))
+                    yield (name, f"{word} {label}".strip(), shape, _brief(leaf))
                     name = ""
+
+
+def _cut_out(held: Held, at: Mapping[str, int]) -> Any:
+    return held.value[tuple(at[a] for a in held.axes)]
 
 
 def _brief(leaf: Any) -> str:

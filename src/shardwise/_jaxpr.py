@@ -57,7 +57,7 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
 
 
 def user_line(eqn: Any) -> str:
-    """Returns `file.py:12`: the innermost line that is neither JAX's, Flax's nor ours."""
+    """Returns `file.py:12`: the innermost line that is neither JAX's, Flax's nor ours, or nothing."""
     own = os.path.dirname(__file__) + os.sep
     not_theirs = (sysconfig.get_paths()["stdlib"], "<frozen")
     traceback = eqn.source_info.traceback
@@ -66,4 +66,4 @@ def user_line(eqn: Any) -> str:
         is_own = name.startswith(own) and not name.startswith(os.path.join(own, "examples"))
         if not is_own and "site-packages" not in name and not name.startswith(not_theirs):
             return f"{os.path.basename(name)}:{frame.line_num}"
-    return "?"
+    return ""

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from . import _control
 from ._body import Body, Setting
@@ -40,12 +41,15 @@ class Machine:
         disagree: told when devices differ where they must not: what they hold, the axes, and
             the equation.
         at: the coordinates along axes that are stepped through one by one.
+        line: the user's line that called what is run, for what has none of its own: JAX cuts
+            the tracebacks within a loop's body.
     """
 
     setting: Setting
     log: Callable[[Collective, Held, str, Mapping[str, Any]], None] | None = None
     disagree: Callable[[Held, Axes, str], None] | None = None
     at: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    line: str = "?"
 
     @property
     def sizes(self) -> Sizes:
@@ -84,7 +88,7 @@ class Machine:
         name, sizes = eqn.primitive.name, self.sizes
         if collective := as_collective(eqn):
             if self.log is not None:
-                self.log(collective, args[0], user_line(eqn), self.at)
+                self.log(collective, args[0], user_line(eqn) or self.line, self.at)
             return [collect(collective, args[0], args[1:], sizes)]
         if name == "axis_index":
             axis = eqn.params["axis_name"]
@@ -94,12 +98,12 @@ class Machine:
         if name in _IDENTITY:
             return args
         if rule := _control.RULES.get(name):
-            return rule.run(self, eqn, args)
+            return rule.run(self.called_by(eqn), eqn, args)
         if (inner := call_jaxpr(eqn)) is not None:
-            return self.run(inner, args)
+            return self.called_by(eqn).run(inner, args)
         if name in UNKNOWN or _has_axes(eqn):
             raise NotImplementedError(
-                f"{name}, at {user_line(eqn)}, cannot be simulated: it works in jax.shard_map on "
+                f"{name}, at {user_line(eqn) or self.line}, cannot be simulated: it works in jax.shard_map on "
                 f"real devices only"
             )
         if name in _EVERYWHERE:  # each device prints, though all hold the same
@@ -111,6 +115,10 @@ class Machine:
     def inside(self, at: Mapping[str, Any]) -> Machine:
         """Returns the devices at fixed coordinates along some axes."""
         return dataclasses.replace(self, at={**self.at, **at})
+
+    def called_by(self, eqn: Any) -> Machine:
+        """Returns the devices within what an equation calls."""
+        return dataclasses.replace(self, line=user_line(eqn) or self.line)
 
     def axes_through(self, jaxpr: Any, axes: Sequence[Axes]) -> list[Axes]:
         """Returns the axes along which each output may differ, without running anything."""
@@ -169,12 +177,14 @@ def _has_axes(eqn: Any) -> bool:
 
 
 def _bind(eqn: Any, args: Sequence[Held], sizes: Sizes) -> list[Held]:
+    # Shardings within the body are of its own mesh, which is not there.
+    params = {k: None if isinstance(v, NamedSharding) else v for k, v in eqn.params.items()}
+    functions: Sequence[Any] = ()
+    if any(True for _ in sub_jaxprs(eqn)):
+        functions, params = eqn.primitive.get_bind_params(params)
+
     def fn(*values: Any) -> Any:
-        if any(True for _ in sub_jaxprs(eqn)):
-            functions, params = eqn.primitive.get_bind_params(eqn.params)
-            out = eqn.primitive.bind(*functions, *values, **params)
-        else:
-            out = eqn.primitive.bind(*values, **eqn.params)
+        out = eqn.primitive.bind(*functions, *values, **params)
         return list(out) if eqn.primitive.multiple_results else [out]
 
     return spread(fn, args, sizes)

@@ -7,7 +7,10 @@ the value once. Real networks and compilers do better or worse: these figures ar
 
 from __future__ import annotations
 
-MODEL = "ring model: all-reduce 2(n-1)/n, all-gather n-1, reduce-scatter and all-to-all (n-1)/n"
+MODEL = (
+    "ring model, of the operand: psum, pmax and pmin send 2(n-1)/n, psum_scatter and all_to_all "
+    "(n-1)/n, all_gather n-1 times it, ppermute once"
+)
 
 
 def sent_bytes(kind: str, local_bytes: int, devices: int) -> int:

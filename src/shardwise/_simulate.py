@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from ._agreement import Watch, axes_left_out, unproven
 from ._body import Body, Setting, plain_mesh, trace_body
-from ._disagree import find_difference, show_difference
 from ._events import Shards, Trace, Tracker
 from ._findings import Finding, Findings, LayoutError, make_finding
 from ._held import Held, in_order, is_traced, join, split
 from ._machine import Machine
 from ._mesh import AnyMesh, show_mesh
 from ._mesh import mesh as make_mesh
-from ._spec import Axes, faults, require_spec, show_spec, spec_axes
+from ._spec import faults, require_spec, show_spec
 
 
 def simulate(
@@ -112,29 +112,34 @@ class Simulation:
     def __call__(self, *args: Any) -> Any:
         """Returns what `jax.shard_map` returns for the same global arguments."""
         body, held, _ = self._prepare(args)
-        outs = self._run(body, held)
+        watch = self._watch(held) if self._checks else None
+        outs = self._run(body, held, watch)
         specs = self._specs_of_outputs(body, outs)
-        wrong = Findings(tuple(self._disagreements(body, outs, specs)) if self._checks else ())
-        wrong.raise_if_errors()
+        if watch is not None:
+            Findings(tuple(self._disagreements(watch, body, outs, specs))).raise_if_errors()
         sizes = self._setting.sizes
         whole = [join(_representative(o, s), s, sizes) for o, s in zip(outs, specs, strict=True)]
         return jax.tree.unflatten(body.out_tree, whole)
 
     def check(self, *args: Any) -> Findings:
-        """Returns all that is wrong or suspicious of specs, values and collectives, and runs once.
+        """Returns all that is wrong or suspicious of specs, values and collectives; it runs once.
 
         Args:
             *args: global arrays, as for a call.
         """
         try:
             body, held, _ = self._prepare(args)
-            outs = self._run(body, held)
+            watch = self._watch(held)
+            outs = self._run(body, held, watch)
             specs = self._specs_of_outputs(body, outs)
         except LayoutError as error:
             return error.findings
-        found = list(self._disagreements(body, outs, specs))
+        found = self._disagreements(watch, body, outs, specs)
         told = {finding.path for finding in found}
-        found += [f for f in self._unproven(body, outs, specs) if f.path not in told]
+        if self._setting.typed:
+            rows = zip(_output_paths(body, outs), specs, body.out_varying, outs, strict=True)
+            suspects = [unproven(*row, self._show()) for row in rows]
+            found += [f for f in suspects if f is not None and f.path not in told]
         return Findings(tuple(found))
 
     def trace(self, *args: Any) -> Trace:
@@ -145,7 +150,7 @@ class Simulation:
         """
         body, held, _ = self._prepare(args)
         tracker = Tracker(self._setting.sizes)
-        outs = self._run(body, held, tracker)
+        outs = self._run(body, held, tracker=tracker)
         jax.block_until_ready([o.value for o in outs])
         jax.effects_barrier()
         return Trace(self._show(), tuple(tracker.events()))
@@ -158,7 +163,15 @@ class Simulation:
         """
         body, held, tree = self._prepare(args)
         outs = self._run(body, held)
-        return Shards(self._show(), self._setting.sizes, (tree, held), (body.out_tree, outs))
+        paths, _ = jax.tree_util.tree_flatten_with_path(args)
+        names = [self._argument_path(path) for path, _ in paths]
+        out_names = [p.removeprefix("output").lstrip(".") for p in _output_paths(body, outs)]
+        return Shards(
+            self._show(),
+            self._setting.sizes,
+            (tree, held, names),
+            (body.out_tree, outs, out_names),
+        )
 
     def _show(self) -> str:
         return show_mesh(self.mesh)
@@ -182,10 +195,28 @@ class Simulation:
         sizes = self._setting.sizes
         return body, [split(a, s, sizes) for a, s in zip(arrays, specs, strict=True)], tree
 
-    def _run(self, body: Body, held: Sequence[Held], tracker: Tracker | None = None) -> list[Held]:
+    def _run(
+        self,
+        body: Body,
+        held: Sequence[Held],
+        watch: Watch | None = None,
+        tracker: Tracker | None = None,
+    ) -> list[Held]:
         log = None if tracker is None else tracker.log
-        machine = Machine(self._setting, log, self._refuse_split_ways if self._checks else None)
+        machine = Machine(self._setting, log, None if watch is None else watch.ways)
         return machine.run_body(body, held)
+
+    def _watch(self, held: Sequence[Held]) -> Watch:
+        # Within a jit even a sum of constants has no value yet.
+        traced = is_traced(jnp.add(0, 0)) or any(is_traced(h.value) for h in held)
+        return Watch(self._show(), eager=not traced)
+
+    def _disagreements(
+        self, watch: Watch, body: Body, outs: Sequence[Held], specs: Sequence[P]
+    ) -> list[Finding]:
+        for path, out, spec in zip(_output_paths(body, outs), outs, specs, strict=True):
+            watch.outputs(path, spec, out)
+        return watch.findings(outs)
 
     def _specs_of_outputs(self, body: Body, outs: Sequence[Held]) -> list[P]:
         sample = jax.tree.unflatten(body.out_tree, outs)
@@ -194,7 +225,7 @@ class Simulation:
         # The dims that are joined are those of a shard: any shard divides.
         found = [
             make_finding(f.code, path, f.message, f.help, self._context(o.local_shape, s))
-            for path, o, s in zip(_output_paths(sample), outs, specs, strict=True)
+            for path, o, s in zip(_output_paths(body, outs), outs, specs, strict=True)
             for f in faults(tuple(0 for _ in o.local_shape), s, sizes)
         ]
         if found:
@@ -209,78 +240,6 @@ class Simulation:
 
     def _context(self, shape: Sequence[int], spec: P) -> str:
         return f"shape {tuple(shape)}  spec {show_spec(spec)}  mesh {self._show()}"
-
-    def _disagreements(
-        self, body: Body, outs: Sequence[Held], specs: Sequence[P]
-    ) -> Iterator[Finding]:
-        sample = jax.tree.unflatten(body.out_tree, outs)
-        for path, out, spec in zip(_output_paths(sample), outs, specs, strict=True):
-            axes = _left_out(out.axes, spec)
-            if not axes:
-                continue
-            told = functools.partial(self._not_same, path, spec, axes, out.axes)
-            if not is_traced(out.value):
-                yield from told(out.value)
-            else:
-                _check_later(told, out.value)
-
-    def _not_same(
-        self, path: str, spec: P, axes: Axes, held_axes: Axes, value: Any
-    ) -> list[Finding]:
-        difference = find_difference(value, held_axes, axes)
-        if difference is None:
-            return []
-        axis_text = " and ".join(repr(a) for a in difference.axes)
-        missing = " and ".join(difference.axes)
-        return [
-            make_finding(
-                "SW501",
-                path,
-                f"{show_spec(spec)} says that all devices along axis {axis_text} hold the same, "
-                f"but {show_difference(difference)}",
-                f"name {missing} in out_specs, or make them agree: psum, pmean or pmax over it",
-                f"local shape {tuple(value.shape[len(held_axes) :])}  mesh {self._show()}",
-            )
-        ]
-
-    def _unproven(self, body: Body, outs: Sequence[Held], specs: Sequence[P]) -> Iterator[Finding]:
-        sample = jax.tree.unflatten(body.out_tree, outs)
-        rows = zip(_output_paths(sample), outs, body.out_varying, specs, strict=True)
-        for path, out, declared, spec in rows:
-            axes = _left_out(declared, spec) if self._setting.typed else ()
-            if axes:
-                yield make_finding(
-                    "SW502",
-                    path,
-                    f"{show_spec(spec)} leaves out axis {' and '.join(map(repr, axes))}, along "
-                    f"which the devices agree here, but JAX cannot prove it and will refuse",
-                    "give jax.shard_map check_vma=False, or end with a psum, pmean or pmax over it",
-                    f"local shape {out.local_shape}  mesh {self._show()}",
-                )
-
-    def _refuse_split_ways(self, held: Held, axes: Axes, line: str) -> None:
-        told = functools.partial(self._split_ways, axes, held.axes, line)
-        if is_traced(held.value):
-            _check_later(told, held.value)
-        else:
-            Findings(tuple(told(held.value))).raise_if_errors()
-
-    def _split_ways(self, axes: Axes, held_axes: Axes, line: str, value: Any) -> list[Finding]:
-        difference = find_difference(value, held_axes, axes)
-        if difference is None:
-            return []
-        axis_text = " and ".join(repr(a) for a in difference.axes)
-        return [
-            make_finding(
-                "SW503",
-                line,
-                f"devices along axis {axis_text} go different ways at a cond or while_loop with a "
-                f"collective over that axis inside: {show_difference(difference)}",
-                "real devices would wait for each other for ever: move the collective out, or "
-                "decide by a value that is the same on all of them",
-                f"mesh {self._show()}",
-            )
-        ]
 
     def _unbound(self, error: NameError) -> Exception:
         text = str(error)
@@ -328,7 +287,8 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-def _output_paths(sample: Any) -> list[str]:
+def _output_paths(body: Body, outs: Sequence[Held]) -> list[str]:
+    sample = jax.tree.unflatten(body.out_tree, outs)
     leaves = jax.tree_util.tree_leaves_with_path(sample, is_leaf=lambda x: isinstance(x, Held))
     return [_dotted("output", path) for path, _ in leaves]
 
@@ -338,23 +298,9 @@ def _dotted(name: str, path: Sequence[Any]) -> str:
     return f"{name}.{rest}" if rest else name
 
 
-def _left_out(axes: Axes, spec: P) -> Axes:
-    named = {axis for entry in spec_axes(spec) for axis in entry}
-    return tuple(a for a in axes if a not in named)
-
-
-def _check_later(told: Callable[[Any], list[Finding]], value: Any) -> None:
-    """Raises when the compiled program runs, since only then there are values."""
-
-    def raise_if_any(value: Any) -> None:
-        Findings(tuple(told(value))).raise_if_errors()
-
-    jax.debug.callback(raise_if_any, value)
-
-
 def _representative(held: Held, spec: P) -> Held:
     """Returns the value of the first device along each axis that the spec leaves out."""
-    for axis in reversed(_left_out(held.axes, spec)):
+    for axis in reversed(axes_left_out(held.axes, spec)):
         at = held.axes.index(axis)
         held = Held(_first(held.value, at), tuple(a for a in held.axes if a != axis))
     return held

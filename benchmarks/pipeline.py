@@ -1,0 +1,113 @@
+"""The pipeline at 4 stages and 16 microbatches, against the unsplit stack on the same cores.
+
+Both sides run the same microbatches through the same blocks, forward and backward, in turn. The
+four virtual devices share this machine's cores, and what an idle stage computes in vain takes
+core time like any other work, so the pipeline is expected to take
+
+    (1 + bubble) x the unsplit time on one core / the number of cores that the stages keep busy.
+
+XLA is told to use one thread for each device (which is why this script sets XLA_FLAGS), so that
+"one core" means one core. The unsplit stack then runs on one core; the pipeline on as many as
+there are, at most four.
+
+    python benchmarks/pipeline.py [--repeats 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+STAGES, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 16, 8, 512, 128
+
+
+class Block(nnx.Module):
+    """An MLP with a residual."""
+
+    def __init__(self, rngs):
+        """Makes its two layers."""
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        """Returns x and what the MLP makes of it."""
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+@nnx.split_rngs(splits=LAYERS)
+@nnx.vmap(in_axes=0, out_axes=0)
+def make(rngs):
+    return Block(rngs)
+
+
+def seconds(fn, *args):
+    start = time.perf_counter()
+    jax.block_until_ready(fn(*args))
+    return time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    jax.config.update("jax_num_cpu_devices", STAGES)
+    import shardwise as sw
+
+    mesh = sw.mesh({"stage": STAGES})
+    cores = min(STAGES, len(os.sched_getaffinity(0)))
+    graphdef, state = nnx.split(make(nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (MICROBATCHES * ROWS, WIDTH))
+
+    def unsplit(state, x):
+        def stack(x):
+            return jax.lax.scan(lambda h, s: (nnx.merge(graphdef, s)(h), None), x, state)[0]
+
+        return jax.lax.map(stack, x.reshape(MICROBATCHES, ROWS, WIDTH)).reshape(x.shape)
+
+    print(f"jax {jax.__version__}, {repeats} repeats in turn, medians, {cores} cores for stages")
+    print("schedule      bubble   unsplit ms   pipeline ms   expected ms   measured/expected")
+    for schedule, rounds in (("gpipe", None), ("circular", 2)):
+
+        def split(state, x, schedule=schedule):
+            stack = nnx.merge(graphdef, state)
+            return sw.pipeline(
+                stack, axis="stage", microbatches=MICROBATCHES, schedule=schedule, mesh=mesh
+            )(x)
+
+        spec = P("stage") if rounds is None else P(None, "stage")
+        folded = state
+        if rounds is not None:
+            folded = jax.tree.map(lambda a: a.reshape(rounds, -1, *a.shape[1:]), state)  # noqa: B023
+        placed = jax.device_put(folded, NamedSharding(mesh, spec))
+        whole = jax.device_put(x, NamedSharding(mesh, P()))
+        timetable = sw.Timetable(STAGES, MICROBATCHES, rounds or 1)
+
+        def step(fn):
+            def run(state, x):
+                return jax.grad(lambda s: jnp.mean(fn(s, x) ** 2))(state)
+
+            return jax.jit(run)
+
+        one, many = step(unsplit), step(split)
+        seconds(one, state, x), seconds(many, placed, whole)
+        times = [(seconds(one, state, x), seconds(many, placed, whole)) for _ in range(repeats)]
+        u, p = (statistics.median(t) for t in zip(*times, strict=True))
+        expected = (1 + timetable.bubble) * u / cores
+        print(
+            f"{schedule:12} {100 * timetable.bubble:6.1f}% {u * 1e3:11.0f} {p * 1e3:13.0f} "
+            f"{expected * 1e3:13.0f} {p / expected:19.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
