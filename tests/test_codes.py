@@ -69,6 +69,18 @@ def audit(planned, live, rules="dp", live_rules="dp"):
     return sw.audit(layout, sw.init(live, sw.layout(live, cpu("data=8"), live_rules)))
 
 
+def simulated(body, *axes, **options):
+    """Checks a simulated shard_map of four devices, each with two numbers."""
+    how = {"mesh": "data=4", "in_specs": P("data"), "out_specs": P(*axes)}
+    return sw.simulate(body, **how, **options).check(jnp.arange(8.0))
+
+
+def lonely(x):
+    """Calls a collective on some devices only."""
+    some = jax.lax.axis_index("data") > 1
+    return jax.lax.cond(some, lambda v: v + jax.lax.psum(v, "data"), lambda v: v, x)
+
+
 def codes(findings):
     return [f.code for f in findings]
 
@@ -87,11 +99,13 @@ def test_page_runs(code):
     assert [line[3:] for line in lines if line.startswith("## ")] == SECTIONS
     (kind, example), (shown, text), (other, instead) = pages.blocks(page)
     assert (kind, shown, other) == ("python", "text", "python")
-    assert pages.run(example, page.name) == text
+    assert pages.run(example, "example.py") == text
     assert f"{severity}[{code}] {name}: " in text
-    assert example.splitlines()[-1].startswith(("print(sw.check(", "print(sw.audit("))
+    assert example.splitlines()[-1].startswith(
+        ("print(sw.check(", "print(sw.audit(", "print(f.check(")
+    )
     assert "\nassert " in instead
-    assert pages.run(instead, page.name) == ""
+    assert pages.run(instead, "example.py") == ""
 
 
 def test_every_code_has_a_page_and_both_cases_and_no_other_has():
@@ -209,6 +223,29 @@ POSITIVE = {
         "the layout has float32[8, 16], the model has float32[8, 32]",
         "make the layout again from this model",
     ),
+    "SW501": (
+        lambda: simulated(lambda x: x),
+        "output",
+        "P() says that all devices along axis 'data' hold the same, but device (data=0) has 0 and "
+        "device (data=3) has 6 at index (0,), a difference of 6",
+        "name data in out_specs, or make them agree: psum, pmean or pmax over it",
+    ),
+    "SW502": (
+        lambda: simulated(lambda x: jax.lax.all_gather(x, "data")),
+        "output",
+        "P() leaves out axis 'data', along which the devices agree here, but JAX cannot prove it "
+        "and will refuse",
+        "give jax.shard_map check_vma=False, or end with a psum, pmean or pmax over it",
+    ),
+    "SW503": (
+        lambda: simulated(lonely, "data"),
+        f"test_codes.py:{lonely.__code__.co_firstlineno + 3}",
+        "devices along axis 'data' go different ways at a cond or while_loop with a collective "
+        "inside that they must all reach: device (data=0) has 0 and device (data=2) has 1, a "
+        "difference of 1",
+        "real devices would wait for each other for ever: move the collective out, or decide by a "
+        "value that is the same on all of them",
+    ),
 }
 
 # Near the positive case, and without any finding at all.
@@ -229,6 +266,9 @@ NEGATIVE = {
     "SW202": lambda: audit(linear(bias=True), linear(bias=True)),
     "SW203": lambda: audit(linear(), linear()),
     "SW204": lambda: audit(linear(8, 32), linear(8, 32)),
+    "SW501": lambda: simulated(lambda x: jax.lax.psum(x, "data")),
+    "SW502": lambda: simulated(lambda x: jax.lax.all_gather(x, "data"), check_vma=False),
+    "SW503": lambda: simulated(lambda x: x + jax.lax.psum(x, "data"), "data"),
 }
 
 

@@ -27,6 +27,23 @@ BOTH = pytest.mark.parametrize("vma", [True, False], ids=["typed", "untyped"])
 
 # --- helpers ------------------------------------------------------------------------------------
 
+# Most of the time goes into compiling: quickly is better than well.
+compiled = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_llvm_disable_expensive_passes": True,
+        "xla_backend_optimization_level": 0,
+    },
+)
+
+
+def with_types(names, untyped):
+    """Returns a mark for each name with `check_vma`, and for some of them without too."""
+    cases = [(n, v) for n in names for v in (True, False) if v or n in untyped]
+    texts = [n if isinstance(n, str) else "-".join(n) for n, _ in cases]
+    ids = [f"{t}-{'typed' if v else 'untyped'}" for t, (_, v) in zip(texts, cases, strict=True)]
+    return pytest.mark.parametrize("name, vma", cases, ids=ids)
+
 
 @functools.cache
 def devices(text):
@@ -39,9 +56,7 @@ def names(text):
 
 def real(body, mesh, in_specs, out_specs, **options):
     given_mesh = devices(mesh) if isinstance(mesh, str) else mesh
-    return jax.shard_map(
-        body, mesh=given_mesh, in_specs=in_specs, out_specs=out_specs, **options
-    )
+    return jax.shard_map(body, mesh=given_mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def simulated(body, mesh, in_specs, out_specs, **options):
@@ -117,8 +132,8 @@ def with_gradient(fn):
 def compare(body, mesh, in_specs, out_specs, *args, grad=True, wrap=None, tolerance=2e-5, **opts):
     """Asserts that the simulated results and gradients are the real ones."""
     wrap = wrap or (with_gradient if grad else lambda fn: fn)
-    want = jax.jit(wrap(real(body, mesh, in_specs, out_specs, **opts)))(*args)
-    got = jax.jit(wrap(simulated(body, mesh, in_specs, out_specs, **opts)))(*args)
+    want = compiled(wrap(real(body, mesh, in_specs, out_specs, **opts)))(*args)
+    got = compiled(wrap(simulated(body, mesh, in_specs, out_specs, **opts)))(*args)
     same(got, want, tolerance)
     return got
 
@@ -174,9 +189,7 @@ CHOICES = {
 
 
 def _reduce(x, axes, n):
-    return [f(x, axes) for f in (lax.psum, lax.pmean)] + [
-        lax.psum({"x": x, "y": (x * 2,)}, axes)
-    ]
+    return [f(x, axes) for f in (lax.psum, lax.pmean)] + [lax.psum({"x": x, "y": (x * 2,)}, axes)]
 
 
 def _extreme(x, axes, n):
@@ -234,10 +247,9 @@ FAMILIES = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_collective(family, mesh, vma):
+@with_types([(f, m) for f in FAMILIES for m in MESHES], [(f, AB) for f in FAMILIES])
+def test_collective(name, vma):
+    family, mesh = name
     every, sizes = names(mesh), sw.mesh(mesh, on="none").shape
 
     @stacked
@@ -271,21 +283,17 @@ def test_collectives_of_values_that_jax_knows_to_be_the_same(mesh):
     compare(body, mesh, P(every[:-1], last), out_specs, numbers(4, 8))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "uint8", "bool"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_collective_of_dtype(family, dtype):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "bool"])
+def test_collective_of_dtype(dtype):
+    # Of truth values, what JAX's own CPU backend adds up is no number.
+    families = [f for f in FAMILIES if (dtype, f) not in (("bool", "scatter"), ("bool", "reduce"))]
+
     @stacked
     def body(x):
-        return vary(FAMILIES[family](x, "b", 4), ("a", "b"))
+        return vary([FAMILIES[family](x, "b", 4) for family in families], EVERY)
 
-    args = (body, AB, P(("a", "b")), P(("a", "b")))
     x = numbers(64, 8, dtype=dtype)
-    try:
-        want = jax.jit(real(*args))(x)
-    except Exception:
-        refusal(jax.jit(simulated(*args)), x)
-    else:
-        same(jax.jit(simulated(*args))(x), want)
+    compare(body, AB, P(EVERY), P(EVERY), x, grad=False)
 
 
 GROUPS = {
@@ -333,8 +341,7 @@ PERMUTATIONS = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("name", PERMUTATIONS)
+@with_types(PERMUTATIONS, ["back"])
 def test_permutation(name, vma):
     def body(x, w):
         return lax.ppermute(x, "a", PERMUTATIONS[name]), lax.ppermute(w, "a", PERMUTATIONS[name])
@@ -419,6 +426,13 @@ def layer_args():
     return numbers(4, 3), numbers(3, 8, start=5), numbers(8, 2, start=9)
 
 
+@functools.cache
+def layer_results():
+    """Returns the real results of the layer and their gradients, on one device."""
+    out = compiled(with_gradient(real(layer, *LAYER)))(*layer_args())
+    return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), out)
+
+
 def _jvp(f):
     return lambda *a: jax.jvp(f, a, tuple(jnp.cos(x) for x in a))
 
@@ -466,12 +480,16 @@ WRAPS = {
     "jacfwd": lambda f: jax.jacfwd(f, 1),
     "jacrev": lambda f: jax.jacrev(f, 2),
     "hessian": lambda f: jax.hessian(lambda *a: loss(f(*a)), 1),
-    "vmap": lambda f: lambda x, w, v: jax.vmap(f, (0, None, 1))(
-        jnp.stack([x, x * 2]), w, jnp.stack([v, v + 1], 1)
+    "vmap": lambda f: (
+        lambda x, w, v: jax.vmap(f, (0, None, 1))(
+            jnp.stack([x, x * 2]), w, jnp.stack([v, v + 1], 1)
+        )
     ),
-    "vmap_of_grad": lambda f: lambda x, w, v: jax.vmap(
-        jax.grad(lambda *a: loss(f(*a)), (0, 1)), (None, 0, None)
-    )(x, jnp.stack([w, -w]), v),
+    "vmap_of_grad": lambda f: (
+        lambda x, w, v: jax.vmap(jax.grad(lambda *a: loss(f(*a)), (0, 1)), (None, 0, None))(
+            x, jnp.stack([w, -w]), v
+        )
+    ),
     "scan": _scan,
     "checkpoint": lambda f: with_gradient(jax.checkpoint(f)),
     "closed": _closed,
@@ -479,13 +497,12 @@ WRAPS = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_transformed(wrap, vma):
-    compare(layer, *LAYER, *layer_args(), wrap=WRAPS[wrap], tolerance=2e-4, check_vma=vma)
+@with_types(WRAPS, ["gradient", "jvp", "vmap_of_grad", "closed"])
+def test_transformed(name, vma):
+    compare(layer, *LAYER, *layer_args(), wrap=WRAPS[name], tolerance=2e-4, check_vma=vma)
 
 
-@pytest.mark.parametrize("wrap", ["gradient", "jvp", "vmap"])
+@pytest.mark.parametrize("wrap", ["gradient", "vmap"])
 def test_transformed_without_jit(wrap):
     args = layer_args()
     want = jax.jit(WRAPS[wrap](real(layer, *LAYER)))(*args)
@@ -564,12 +581,8 @@ def b_fori(x, w):
 
 def b_cond_same(x, w):
     total = lax.psum(x.sum(), EVERY)
-    one = lax.cond(
-        total > 0, lambda v: all_vary(lax.psum(v, "a")), lambda v: v * jnp.sin(v), x
-    )
-    two = lax.cond(
-        total <= 0, lambda v: lax.ppermute(v, "b", [(0, 1)]), lambda v: v * w, x
-    )
+    one = lax.cond(total > 0, lambda v: all_vary(lax.psum(v, "a")), lambda v: v * jnp.sin(v), x)
+    two = lax.cond(total <= 0, lambda v: lax.ppermute(v, "b", [(0, 1)]), lambda v: v * w, x)
     return one, two
 
 
@@ -620,7 +633,9 @@ def b_remat_policy(x, w):
 
     def inner(x, w):
         h = checkpoint_name(jnp.sin(x) * w, "h")
-        return checkpoint_name(lax.all_gather(h, "a", tiled=True), "g").sum(0) * x @ jnp.eye(2) * 0.3
+        return (
+            checkpoint_name(lax.all_gather(h, "a", tiled=True), "g").sum(0) * x @ jnp.eye(2) * 0.3
+        )
 
     policies = jax.checkpoint_policies
     out = x
@@ -761,7 +776,6 @@ def b_linalg(x, w):
 
 
 def b_library(x, w):
-    shape = x.shape
     return (
         jnp.cumsum(x, 1),
         jnp.argmax(x, 1),
@@ -769,10 +783,10 @@ def b_library(x, w):
         jax.nn.softmax(x),
         jnp.sort(x, 1),
         lax.top_k(x, 1),
-        lax.reduce(x, 0.0, lambda a, b: a + b * 1.0, (0,)) if False else x.sum(0),
+        lax.reduce(lax.stop_gradient(x), 0.0, lambda a, b: a + b * 1.0, (0,)),
         lax.associative_scan(lambda a, b: a * b + a, x, axis=0),
         jnp.where(x > 0, x, 0.0),
-        jnp.zeros(shape).at[0].set(w) if False else jnp.zeros(shape),
+        jnp.zeros(x.shape).at[0].set(x[1]),
         x.astype("bfloat16"),
         jnp.abs(jnp.fft.fft(x)),
     )
@@ -806,15 +820,31 @@ def b_optimizer(x, w):
 BODIES = {name.removeprefix("b_"): f for name, f in globals().items() if name.startswith("b_")}
 
 
-@BOTH
-@pytest.mark.parametrize("name", BODIES)
+UNTYPED = {
+    "jit",
+    "vmap",
+    "vmap_named",
+    "scan",
+    "cond_across",
+    "remat",
+    "custom_jvp",
+    "clipped",
+    "custom_vjp",
+    "grad",
+    "grad_of_mean",
+    "grad_gather",
+    "side_by_side",
+    "indexing_grad",
+    "linalg",
+}
+
+
+@with_types(BODIES, UNTYPED)
 def test_within_the_body(name, vma):
     @stacked
     def body(x, w):
-        # JAX 0.10 and 0.12 type a value that is the same everywhere; here it is made to vary.
         return vary(BODIES[name](x, w), EVERY, vma)
 
-    # Without types nothing tells what varies, so everything is made to.
     x, w = numbers(4, 8), numbers(8, start=3)
     compare(body, AB, (P("a", "b"), P("b")), P(EVERY), x, w, tolerance=1e-4, check_vma=vma)
 
@@ -885,20 +915,6 @@ def test_while(name):
     compare(body, AB, (P("a", "b"), P("b")), P(EVERY), x, w, wrap=wrap, tolerance=1e-4)
 
 
-def test_a_device_that_has_stopped_stays_stopped():
-    # Its body would not end, were it run again: 0 is even for ever.
-    def odd(n):
-        return lax.while_loop(lambda n: n % 2 == 0, lambda n: n // 2, n)
-
-    def body(n):
-        return lax.while_loop(lambda c: c[0] > 0, lambda c: (odd(c[0]) - 1, c[1] + 1), (n, n * 0))[1]
-
-    n = jnp.asarray([0, 1, 2, 3, 6, 7, 12, 15], "int32")
-    args = (lambda n: body(n[0])[None], "a=8", P("a"), P("a"))
-    want = jax.jit(real(*args))(n)
-    same(jax.jit(simulated(*args))(n), want)
-
-
 @BOTH
 @pytest.mark.parametrize("order", ["fg", "gf"])
 def test_megatron_layer(order, vma):
@@ -938,9 +954,7 @@ def test_backward_pass_that_is_not_linear(out, vma):
         return clipped(lax.psum(y, "a") if out == "each" else y * 0.02)
 
     specs = {"each": P(None, "b"), "sum": P(), "same": P("b")}
-    compare(
-        body, AB, (P("a", "b"), P("b")), specs[out], numbers(4, 8), numbers(8), check_vma=vma
-    )
+    compare(body, AB, (P("a", "b"), P("b")), specs[out], numbers(4, 8), numbers(8), check_vma=vma)
 
 
 def test_gradient_of_closed_over_arrays():
@@ -973,15 +987,17 @@ def test_random_numbers(impl):
         own = jax.random.fold_in(key, lax.axis_index("a"))
         one, two = jax.random.split(own)
         common = all_vary(jax.random.normal(key, (2,)))
-        return stacked(lambda: [
-            jax.random.normal(one, (3,)),
-            jax.random.bernoulli(two, 0.5, (4,)),
-            jax.random.permutation(one, 5),
-            jax.random.categorical(two, x[0]),
-            jax.random.key_data(own),
-            all_vary(common) + x[0],
-            jax.random.uniform(jax.random.fold_in(own, lax.axis_index("b")), (2,)),
-        ])()
+        return stacked(
+            lambda: [
+                jax.random.normal(one, (3,)),
+                jax.random.bernoulli(two, 0.5, (4,)),
+                jax.random.permutation(one, 5),
+                jax.random.categorical(two, x[0]),
+                jax.random.key_data(own),
+                all_vary(common) + x[0],
+                jax.random.uniform(jax.random.fold_in(own, lax.axis_index("b")), (2,)),
+            ]
+        )()
 
     def every(key, x):
         return all_vary(body(key, x))
@@ -1107,7 +1123,12 @@ ARGUMENTS = {
     "no arguments": (lambda: lax.axis_index("b")[None], (), P("b"), lambda: ()),
     "constant": (lambda x: (jnp.ones(3), 1.5, np.ones(2), 2), X, P(), lambda: (numbers(4, 8),)),
     "constant, stacked": (lambda x: np.ones(3), X, P("b"), lambda: (numbers(4, 8),)),
-    "python numbers": (lambda x, s, i: (x * s, i + 1), (X, P(), P()), (X, P()), lambda: (numbers(4, 8), 2.0, 3)),
+    "python numbers": (
+        lambda x, s, i: (x * s, i + 1),
+        (X, P(), P()),
+        (X, P()),
+        lambda: (numbers(4, 8), 2.0, 3),
+    ),
     "weak sum": (lambda x: (lax.psum(3.0, "a"), 2.5), X, P(), lambda: (numbers(4, 8),)),
     "weak": (lambda s, x: (s + 1, x * s), (P(), X), (P(), X), lambda: (2.0, numbers(4, 8))),
     "bool": (lambda s, x: x * s, (P(), X), X, lambda: (True, numbers(4, 8))),
@@ -1142,7 +1163,12 @@ ARGUMENTS = {
         P("a"),
         lambda: (linear(bias=False), numbers(4, 8)),
     ),
-    "a module, called": (lambda m, x: m(x), (P(), P("a")), P("a"), lambda: (linear(), numbers(4, 8))),
+    "a module, called": (
+        lambda m, x: m(x),
+        (P(), P("a")),
+        P("a"),
+        lambda: (linear(), numbers(4, 8)),
+    ),
     "a state": (
         lambda s, x: (s, x @ s["kernel"][...]),
         (P(), P("a")),
@@ -1153,8 +1179,7 @@ ARGUMENTS = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("name", ARGUMENTS)
+@with_types(ARGUMENTS, ["dict", "constant", "a module", "nothing returned"])
 def test_arguments_and_results(name, vma):
     body, in_specs, out_specs, make = ARGUMENTS[name]
     args = make()
@@ -1292,8 +1317,7 @@ UNBOUND = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("name", UNBOUND)
+@with_types(UNBOUND, ["psum", "all_gather", "axis_index"])
 def test_unknown_axis_in_the_body(name, vma):
     x = numbers(4, 8)
     refusal(real(UNBOUND[name], AB, X, X, check_vma=vma), x)
@@ -1504,14 +1528,16 @@ def d_while(x):
 def d_while_later(x):
     # They agree before the first round.
     def body(c):
-        return c + lax.axis_index("b") + 0 * all_vary(lax.psum(c, "b"))
+        return c + 5.0 + lax.axis_index("b") + 0 * all_vary(lax.psum(c, "b"))
 
     return lax.while_loop(lambda c: c.sum() < 100.0, body, x * 0 + 1.0)
 
 
 def d_nested(x):
     def inner(v):
-        return jax.jit(lambda v: lax.scan(lambda c, _: (all_vary(lax.psum(c, "b")), None), v, None, 2))(v)[0]
+        return jax.jit(
+            lambda v: lax.scan(lambda c, _: (all_vary(lax.psum(c, "b")), None), v, None, 2)
+        )(v)[0]
 
     return lax.cond(lax.axis_index("b") == 0, inner, lambda v: v, x)
 
@@ -1600,9 +1626,13 @@ def test_trace_against_the_compiled_program(kind, count):
         "psum": lambda x: x * lax.psum(x, "b"),
         "pmax": lambda x: x * lax.pmax(x, "a"),
         "all_gather": lambda x: x + lax.all_gather(x, "b").sum(0) ** 2,
-        "psum_scatter": lambda x: x * lax.psum_scatter(jnp.concatenate([x, x**2]), "b", tiled=True)[0],
+        "psum_scatter": lambda x: (
+            x * lax.psum_scatter(jnp.concatenate([x, x**2]), "b", tiled=True)[0]
+        ),
         "ppermute": lambda x: x * lax.ppermute(x, "b", [(0, 1), (1, 2)]),
-        "all_to_all": lambda x: x * lax.all_to_all(jnp.concatenate([x, x**2]), "b", 0, 0, tiled=True)[:2],
+        "all_to_all": lambda x: (
+            x * lax.all_to_all(jnp.concatenate([x, x**2]), "b", 0, 0, tiled=True)[:2]
+        ),
     }
 
     def body(x):
@@ -1748,7 +1778,9 @@ def test_shards(mesh):
     there = devices(mesh)
     inputs = [local_parts(a, there, s) for a, s in zip(args, specs, strict=True)]
     flat_specs = jax.tree.leaves(out_specs, is_leaf=lambda s: isinstance(s, P))
-    outputs = [local_parts(o, there, s) for o, s in zip(jax.tree.leaves(out), flat_specs)]
+    outputs = [
+        local_parts(o, there, s) for o, s in zip(jax.tree.leaves(out), flat_specs, strict=True)
+    ]
     assert list(shards) == list(np.ndindex(*there.devices.shape))
     assert len(shards) == 8
     for at in shards:
@@ -1770,12 +1802,27 @@ def test_shards_show_what_differs_where_the_result_hides_it():
     assert "4 devices on a=4" in str(shards)
     assert "a=3" in str(shards)
     assert "<table" in shards._repr_html_()
-    keys = simulated(lambda k: k, "a=4", P("a"), P("a")).shards(jax.random.split(jax.random.key(0), 4))
+    keys = simulated(lambda k: k, "a=4", P("a"), P("a")).shards(
+        jax.random.split(jax.random.key(0), 4)
+    )
     assert "a=3" in str(keys)
 
 
 @pytest.mark.parametrize(
-    "at", [8, (0,), (0, 4), (2, 0), (-1, 0), (0, 0, 0), {"a": 0}, {"a": 0, "b": 0, "c": 0}, "a", None, (0, 1.0)]
+    "at",
+    [
+        8,
+        (0,),
+        (0, 4),
+        (2, 0),
+        (-1, 0),
+        (0, 0, 0),
+        {"a": 0},
+        {"a": 0, "b": 0, "c": 0},
+        "a",
+        None,
+        (0, 1.0),
+    ],
 )
 def test_no_such_device(at):
     shards = simulated(lambda x: x, AB, X, X).shards(numbers(4, 8))
@@ -1842,8 +1889,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_mesh(form):
     f = simulated(layer, FORMS[form](), *LAYER[1:])
-    want = jax.jit(with_gradient(real(layer, *LAYER)))(*layer_args())
-    same(jax.jit(with_gradient(f))(*layer_args()), want)
+    same(compiled(with_gradient(f))(*layer_args()), layer_results())
     assert f.mesh.shape == {"a": 2, "b": 4}
     assert repr(f) == "simulate(layer, mesh='a=2,b=4')"
 
@@ -1851,10 +1897,10 @@ def test_every_form_of_mesh(form):
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("other", ["a=2,b=4", "p=8"])
 def test_under_a_mesh_that_is_set(explicit, other):
-    want = jax.jit(with_gradient(real(layer, *LAYER)))(*layer_args())
+    want = layer_results()
     with jax.set_mesh(sw.mesh(other, on="cpu:8", explicit=explicit)):
         f = simulated(layer, *LAYER)
-        same(jax.jit(with_gradient(f))(*layer_args()), want)
+        same(compiled(with_gradient(f))(*layer_args()), want)
         same(f(*layer_args()), want[0])
         assert len(f.trace(*layer_args())) == 6
 
@@ -1865,10 +1911,11 @@ def test_arguments_that_are_sharded(explicit, jit):
     mesh = sw.mesh(AB, on="cpu:8", explicit=explicit)
     specs = LAYER[1]
     plain_args = layer_args()
-    want = jax.jit(real(layer, *LAYER))(*plain_args)
+    want, _ = layer_results()
     with jax.set_mesh(mesh):
         args = [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(plain_args, specs, strict=True)
+            jax.device_put(a, NamedSharding(mesh, s))
+            for a, s in zip(plain_args, specs, strict=True)
         ]
         f = simulated(layer, mesh, *LAYER[1:])
         got = (jax.jit(f) if jit else f)(*args)
@@ -1886,13 +1933,13 @@ def test_some_axes_only(manual, vma):
         return vary((y, lax.ppermute(z, manual, [(0, n - 1)])), (manual,), vma)
 
     x, w = numbers(8, 8), numbers(8, 4, start=3)
-    compare(
-        body, AB, (P(manual), P()), P(manual), x, w, axis_names={manual}, check_vma=vma
-    )
+    compare(body, AB, (P(manual), P()), P(manual), x, w, axis_names={manual}, check_vma=vma)
     f = simulated(lambda x: x, AB, P(manual), P(manual), axis_names={manual})
     assert len(f.shards(x)) == n
     rest = "b" if manual == "a" else "a"
-    assert isinstance(refusal(simulated(lambda x: x, AB, P(rest), P(), axis_names={manual}), x), ValueError)
+    assert isinstance(
+        refusal(simulated(lambda x: x, AB, P(rest), P(), axis_names={manual}), x), ValueError
+    )
 
 
 def test_a_decorated_name_and_documentation_are_kept():
@@ -1937,9 +1984,7 @@ def run_step(step, v, w, every, sizes, vma):
     if kind == "local":
         return LOCAL[rest[0]](v, w)
     if kind in ("scan", "remat", "jit", "cond", "vmap", "clip"):
-        inner = functools.partial(
-            run_steps, rest[0], w=w, every=every, sizes=sizes, vma=vma
-        )
+        inner = functools.partial(run_steps, rest[0], w=w, every=every, sizes=sizes, vma=vma)
 
         def full(v):
             return vary(inner(vary(v, every, vma)), every, vma)
@@ -2000,7 +2045,7 @@ def programs(draw):
         st.sampled_from(("scan", "remat", "jit", "cond", "vmap", "clip")),
         st.lists(leaf, min_size=1, max_size=2),
     )
-    steps = draw(st.lists(st.one_of(leaf, leaf, wrapped), min_size=1, max_size=4))
+    steps = draw(st.lists(st.one_of(leaf, leaf, wrapped), min_size=1, max_size=3))
     split_axes = draw(st.lists(st.sampled_from(every), unique=True))
     cut = draw(st.integers(0, len(split_axes)))
     spec = P(tuple(split_axes[:cut]), tuple(split_axes[cut:]))
@@ -2009,7 +2054,7 @@ def programs(draw):
 
 @given(programs())
 @settings(
-    max_examples=40,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,
@@ -2027,6 +2072,4 @@ def test_any_program(program):
 
     ways = [math.prod(sizes[a] for a in entry or ()) for entry in spec]
     x, w = numbers(8 * ways[0], 2 * ways[1]), numbers(2, 2, start=5)
-    compare(
-        body, mesh, (spec, P()), (P(every), P()), x, w, tolerance=2e-3, check_vma=vma
-    )
+    compare(body, mesh, (spec, P()), (P(every), P()), x, w, tolerance=2e-3, check_vma=vma)

@@ -230,10 +230,11 @@ def _through(graphdef: Any, state: Any, given: Any, extras: tuple[Any, ...]) -> 
     """Returns what a stage's own layers make of a microbatch."""
 
     def layer(value: Any, part: Any) -> tuple[Any, None]:
+        before = jax.tree_util.tree_leaves_with_path(part)  # the block shares and changes `part`
         block = nnx.merge(graphdef, part)
         out = block(value, *extras)
         _require_same(value, out)
-        _require_pure(block, graphdef, part)
+        _require_pure(block, graphdef, before)
         return vary(out, like=value), None
 
     return jax.lax.scan(layer, given, state)[0]
@@ -249,11 +250,10 @@ def _require_same(given: Any, out: Any) -> None:
         )
 
 
-def _require_pure(block: Any, graphdef: Any, state: Any) -> None:
+def _require_pure(block: Any, graphdef: Any, before: list[Any]) -> None:
     """Refuses a block that changes its own state, which would be lost."""
     new_graphdef, new = nnx.split(block)
-    before, after = (jax.tree_util.tree_leaves_with_path(s) for s in (state, new))
-    for (path, old), (_, now) in zip(before, after, strict=False):
+    for (path, old), now in zip(before, jax.tree.leaves(new), strict=False):
         if old is not now:
             raise ValueError(
                 f"a block of the pipeline changes its {_dotted(path)}, which would be lost: stages "
@@ -315,4 +315,4 @@ def _describe(x: Any) -> str:
 
 
 def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")

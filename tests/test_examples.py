@@ -1,0 +1,28 @@
+"""Each file under examples/ runs simulated and on eight devices, and is right both times."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+FILES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_equals_the_unsplit_computation(file, real, capsys):
+    # The largest difference of values that add up to thousands, in float32.
+    assert runpy.run_path(str(file))["main"](real) < 5e-4
+    assert ("(modelled)" in capsys.readouterr().out) == (not real and "pipeline" not in file.stem)
+
+
+def test_there_are_four():
+    names = {"data_parallel", "tensor_parallel", "pipeline_parallel", "ring_attention"}
+    assert {file.stem for file in FILES} == names
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_it_is_one_page(file):
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 80
+    assert f"python examples/{file.name} --real" in "\n".join(lines[:6])

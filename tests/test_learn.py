@@ -1,0 +1,25 @@
+"""The pages that teach: their blocks run, in order, and print what they show."""
+
+from pathlib import Path
+
+import pages
+import pytest
+
+PAGES = sorted((Path(__file__).parent.parent / "docs" / "learn").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope, printed, shown = {}, None, 0
+    for language, code in pages.blocks(page):
+        if language == "python":
+            printed = pages.run(code, "body.py", scope)
+        elif language == "text":
+            assert printed == code
+            shown += 1
+    assert shown
+
+
+def test_there_are_pages():
+    assert [page.stem for page in PAGES] == ["shard_map"]
