@@ -12,7 +12,7 @@ def test_readme_blocks_print_what_they_show(tmp_path, monkeypatch):
     scope, printed, shown = {}, None, 0
     for language, code in pages.blocks(README):
         if language == "python":
-            printed = pages.run(code, "README.md", scope)
+            printed = pages.run(code, "train.py", scope)
         elif language == "text":
             assert printed == code
             shown += 1

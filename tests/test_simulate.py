@@ -255,15 +255,17 @@ def test_collective(name, vma):
     @stacked
     def body(x, w):
         out = []
-        for axes in CHOICES[mesh]:
+        # What differs everywhere, what differs along some axes, and what is the same everywhere.
+        values = [x, vary(w, every, vma), vary(lax.psum(x, every), every, vma)]
+        for i, axes in enumerate(CHOICES[mesh]):
             n = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
-            # What differs everywhere, what is the same everywhere, and what differs along some.
-            for value in (x, vary(lax.psum(x, every), every, vma), vary(w, every, vma)):
+            for value in values if len(CHOICES[mesh]) == 1 else values[i % 3 :][:1]:
                 out.append(FAMILIES[family](value, axes, n))
         return vary(out, every, vma)
 
     x, w = numbers(8 * 8, 8), numbers(8 * sizes[every[0]], 8, start=7)
-    compare(body, mesh, (P(every), P(every[0])), P(every), x, w, check_vma=vma)
+    specs = ((P(every), P(every[0])), P(every))
+    compare(body, mesh, *specs, x, w, tolerance=2e-4, check_vma=vma)
 
 
 @pytest.mark.parametrize("mesh", ["a=8", "a=2,b=4"])
@@ -304,9 +306,16 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["data=2,x=4", "group=2,x=4", "x=4,member=2"])
-@pytest.mark.parametrize("groups", GROUPS)
-def test_collective_in_groups(groups, mesh):
+@pytest.mark.parametrize(
+    "mesh, groups",
+    [
+        ("data=2,x=4", "pairs"),
+        ("group=2,x=4", "across"),
+        ("x=4,member=2", "all"),
+        ("data=2,x=4", "alone"),
+    ],
+)
+def test_collective_in_groups(mesh, groups):
     options = {"axis_index_groups": GROUPS[groups]}
     n = len(GROUPS[groups][0])
     every = names(mesh)
@@ -385,8 +394,8 @@ def test_broadcast_from_one_device():
     np.testing.assert_array_equal(got, np.tile(np.asarray(x)[:, 4:6], (1, 4)))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "bfloat16", "float32"])
-@pytest.mark.parametrize("mesh", ["x=256", "x=512", "a=16,b=16"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bfloat16", "float32"])
+@pytest.mark.parametrize("mesh", ["x=256", "a=32,b=16"])
 def test_sum_of_many_equal_values(mesh, dtype):
     every = names(mesh)
     x = jnp.asarray([1, 2, 3], dtype)
@@ -457,7 +466,7 @@ def _scan(f):
     def run(x, w, v):
         def step(carry, scale):
             y = f(carry, w, v) * scale
-            return carry + y.sum(), y
+            return jnp.tanh(carry + y.sum()), y
 
         return lax.scan(step, x, jnp.arange(1.0, 4.0))
 

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ._body import as_arguments, trace_local, varying
 from ._held import Held, Outs, in_order, like, values_of, widen
-from ._jaxpr import is_literal, opened
+from ._jaxpr import cut_jaxpr, is_literal, opened
 from ._spec import Axes
 
 
@@ -28,8 +28,7 @@ def called(eqn: Any) -> Any:
 def _alone(eqn: Any) -> Callable[..., list[Any]]:
     """Returns the function that one equation is, its derivatives JAX's own."""
     invars = [v for v in eqn.invars if not is_literal(v)]
-    about = opened(called(eqn))[0].debug_info.with_unknown_names()
-    jaxpr = Jaxpr((), invars, eqn.outvars, [eqn], eqn.effects, about)
+    jaxpr = cut_jaxpr(opened(called(eqn))[0], invars, eqn.outvars, [eqn])
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
 
 

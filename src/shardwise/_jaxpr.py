@@ -7,6 +7,8 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jax.extend.core import Jaxpr
+
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns a jaxpr and its constants; in newer JAX an open and a closed one are one class."""
@@ -24,6 +26,12 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
         for item in value if isinstance(value, tuple | list) else (value,):
             if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
                 yield item
+
+
+def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Jaxpr:
+    """Returns the part of a jaxpr that these equations are."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return Jaxpr([], invars, outvars, eqns, effects, jaxpr.debug_info.with_unknown_names())
 
 
 def call_jaxpr(eqn: Any) -> Any:

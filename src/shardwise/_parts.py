@@ -19,6 +19,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
+from ._jaxpr import cut_jaxpr
+
 # Elements: random keys and counts are below it. Floating values are made in programs, since
 # rounding may differ without jit.
 _SMALL = 4096
@@ -47,7 +49,7 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
     wanted = [v for v in dict.fromkeys(v for p in parts for v in p.inputs) if v not in known]
     outputs = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, Literal) or v in made]
     # Run without jit: hundreds of random keys would be one program that takes long to compile.
-    first = _sub_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
+    first = cut_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
     values = jaxpr_as_fun(ClosedJaxpr(first, []))(*consts)
     known.update(zip(wanted, values, strict=False))
     results: list[Any] = [None] * len(jaxpr.outvars)
@@ -80,7 +82,7 @@ class _Part:
         read = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
         self.indices = indices
         self.inputs = [v for v in dict.fromkeys(read) if v in made]
-        self.jaxpr = _sub_jaxpr(jaxpr, self.inputs, [jaxpr.outvars[i] for i in indices], eqns)
+        self.jaxpr = cut_jaxpr(jaxpr, self.inputs, [jaxpr.outvars[i] for i in indices], eqns)
         self.places = [shardings[i] for i in indices]
 
 
@@ -130,11 +132,6 @@ def _parts(
         group_of.update(dict.fromkeys(needed, index))
     for indices, needed in groups.values():
         yield indices, [large[n] for n in sorted(needed)]
-
-
-def _sub_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
-    info = jaxpr.debug_info.with_unknown_names()
-    return Jaxpr([], invars, outvars, eqns, frozenset(), info)
 
 
 def _bytes(var: Any) -> int:
