@@ -182,9 +182,9 @@ def line_of(body, text):
 
 CHOICES = {
     "a=8": ["a"],
-    "a=2,b=4": ["a", "b", ("a", "b"), ("b", "a")],
-    "a=2,b=2,c=2": ["b", ("c", "a"), ("b", "a", "c")],
-    "a=2,b=1,c=2,d=2": ["b", ("d", "b"), ("d", "a", "c")],
+    "a=2,b=4": [("b", "a"), "b", ("a", "b")],
+    "a=2,b=2,c=2": [("b", "a", "c"), ("c", "a")],
+    "a=2,b=1,c=2,d=2": [("d", "a", "c"), ("d", "b")],
 }
 
 
@@ -198,8 +198,8 @@ def _extreme(x, axes, n):
 
 
 def _gather(x, axes, n):
-    out = [lax.all_gather(x, axes, axis=d, tiled=t) for d in (0, 1) for t in (True, False)]
-    return [*out, lax.all_gather(x, axes, axis=2), lax.all_gather(x, axes, axis=-1, tiled=True)]
+    tiled = [lax.all_gather(x, axes, axis=d, tiled=True) for d in (0, -1)]
+    return [*tiled, *(lax.all_gather(x, axes, axis=d) for d in (0, 1, 2))]
 
 
 def _scatter(x, axes, n):
@@ -213,11 +213,10 @@ def _scatter(x, axes, n):
 def _permute(x, axes, n):
     if not isinstance(axes, str):
         axes = tuple(sorted(axes))  # the mesh's order: see the test of any other
-    rotations = [[(i, (i + s) % n) for i in range(n)] for s in (1, n - 1)]
-    others = [[(0, n - 1)], [(i, i + 1) for i in range(n - 1)], [(i, i) for i in range(n)], []]
-    swap = [(i, n - 1 - i) for i in range(n)]
-    out = [lax.ppermute(x, axes, perm) for perm in (*rotations, *others, swap)]
-    return [*out, lax.pshuffle(x, axes, [*range(1, n), 0]), lax.pshuffle(x, axes, range(n)[::-1])]
+    turn = [(i, (i + 1) % n) for i in range(n)]
+    others = [[(0, n - 1)], [(i, i + 1) for i in range(n - 1)], []]
+    out = [lax.ppermute(x, axes, perm) for perm in (turn, *others)]
+    return [*out, lax.pshuffle(x, axes, range(n)[::-1])]
 
 
 def _all_to_all(x, axes, n):
@@ -247,7 +246,21 @@ FAMILIES = {
 }
 
 
-@with_types([(f, m) for f in FAMILIES for m in MESHES], [(f, AB) for f in FAMILIES])
+PLACES = {
+    "reduce": MESHES[1:3],
+    "extreme": MESHES[:2],
+    "gather": (MESHES[1], MESHES[3]),
+    "scatter": (MESHES[1], MESHES[3]),
+    "permute": MESHES[1:3],
+    "all_to_all": (MESHES[1], MESHES[3]),
+    "index": MESHES[:3],
+}
+
+
+@with_types(
+    [(f, m) for f, meshes in PLACES.items() for m in meshes],
+    [(f, AB) for f in ("reduce", "gather", "scatter", "permute")],
+)
 def test_collective(name, vma):
     family, mesh = name
     every, sizes = names(mesh), sw.mesh(mesh, on="none").shape
@@ -259,8 +272,7 @@ def test_collective(name, vma):
         values = [x, vary(w, every, vma), vary(lax.psum(x, every), every, vma)]
         for i, axes in enumerate(CHOICES[mesh]):
             n = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
-            for value in values if len(CHOICES[mesh]) == 1 else values[i % 3 :][:1]:
-                out.append(FAMILIES[family](value, axes, n))
+            out.append(FAMILIES[family](values[i], axes, n))
         return vary(out, every, vma)
 
     x, w = numbers(8 * 8, 8), numbers(8 * sizes[every[0]], 8, start=7)
@@ -285,7 +297,7 @@ def test_collectives_of_values_that_jax_knows_to_be_the_same(mesh):
     compare(body, mesh, P(every[:-1], last), out_specs, numbers(4, 8))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "bool"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "bool"])
 def test_collective_of_dtype(dtype):
     # Of truth values, what JAX's own CPU backend adds up is no number.
     families = [f for f in FAMILIES if (dtype, f) not in (("bool", "scatter"), ("bool", "reduce"))]
@@ -322,17 +334,17 @@ def test_collective_in_groups(mesh, groups):
 
     @stacked
     def body(x, w):
-        out = []
-        for v in (x, w):
-            out += [lax.psum(v, "x", **options), lax.pmean(v, "x", **options)]
-            out += [lax.pmax(lax.stop_gradient(v), "x", **options)]
-            out += [lax.all_gather(v, "x", axis=d, **options) for d in (0, 1)]
-            out += [lax.all_gather(v, "x", axis=1, tiled=True, **options)]
-            out += [lax.psum_scatter(v, "x", tiled=True, **options)]
-            out += [lax.psum_scatter(v[:n], "x", **options)]
-            out += [lax.all_to_all(v, "x", 0, 1, tiled=True, **options)]
-            out += [lax.all_to_all(lax.stop_gradient(v[:n]), "x", 0, 1, **options)]
-        return out
+        return (
+            lax.psum(x, "x", **options),
+            lax.pmean(w, "x", **options),
+            lax.pmax(lax.stop_gradient(x), "x", **options),
+            lax.all_gather(w, "x", axis=1, **options),
+            lax.all_gather(x, "x", axis=1, tiled=True, **options),
+            lax.psum_scatter(x, "x", tiled=True, **options),
+            lax.psum_scatter(w[:n], "x", **options),
+            lax.all_to_all(x, "x", 0, 1, tiled=True, **options),
+            lax.all_to_all(lax.stop_gradient(x[:n]), "x", 0, 1, **options),
+        )
 
     args = (numbers(64, 2), numbers(8, 2, start=3))
     compare(body, mesh, (P(every), P()), P(every), *args, check_vma=False)
@@ -482,7 +494,6 @@ def _closed(f):
 
 WRAPS = {
     "gradient": with_gradient,
-    "value_and_grad": lambda f: jax.value_and_grad(lambda *a: loss(f(*a)), (0, 2)),
     "jvp": _jvp,
     "vjp": _vjp,
     "linearize": _linear,
@@ -502,7 +513,6 @@ WRAPS = {
     "scan": _scan,
     "checkpoint": lambda f: with_gradient(jax.checkpoint(f)),
     "closed": _closed,
-    "twice": lambda f: with_gradient(lambda x, w, v: f(x, w, v) + f(x * 2, w, v)),
 }
 
 
@@ -511,11 +521,8 @@ def test_transformed(name, vma):
     compare(layer, *LAYER, *layer_args(), wrap=WRAPS[name], tolerance=2e-4, check_vma=vma)
 
 
-@pytest.mark.parametrize("wrap", ["gradient", "vmap"])
-def test_transformed_without_jit(wrap):
-    args = layer_args()
-    want = jax.jit(WRAPS[wrap](real(layer, *LAYER)))(*args)
-    same(WRAPS[wrap](simulated(layer, *LAYER))(*args), want)
+def test_transformed_without_jit():
+    same(with_gradient(simulated(layer, *LAYER))(*layer_args()), layer_results())
 
 
 def test_shapes_alone():
@@ -830,21 +837,15 @@ BODIES = {name.removeprefix("b_"): f for name, f in globals().items() if name.st
 
 
 UNTYPED = {
-    "jit",
-    "vmap",
-    "vmap_named",
-    "scan",
     "cond_across",
-    "remat",
     "custom_jvp",
     "clipped",
     "custom_vjp",
     "grad",
     "grad_of_mean",
     "grad_gather",
-    "side_by_side",
     "indexing_grad",
-    "linalg",
+    "vmap_named",
 }
 
 
@@ -1188,12 +1189,12 @@ ARGUMENTS = {
 }
 
 
-@with_types(ARGUMENTS, ["dict", "constant", "a module", "nothing returned"])
+@with_types(ARGUMENTS, ["constant"])
 def test_arguments_and_results(name, vma):
     body, in_specs, out_specs, make = ARGUMENTS[name]
     args = make()
-    want = real(body, AB, in_specs, out_specs, check_vma=vma)(*args)
-    same(simulated(body, AB, in_specs, out_specs, check_vma=vma)(*args), want)
+    want = compiled(real(body, AB, in_specs, out_specs, check_vma=vma))(*args)
+    same(compiled(simulated(body, AB, in_specs, out_specs, check_vma=vma))(*args), want)
 
 
 def test_training_of_a_module():
@@ -1395,7 +1396,6 @@ VALUES = {
     "bfloat16, tenth": (jnp.asarray([1.0, 1.1], "bfloat16"), "SW501"),
     "bfloat16, rounding": (jnp.asarray([1.0, 1.0078125], "bfloat16"), "SW502"),
     "float8": (jnp.asarray([1.0, 2.0], "float8_e4m3fn"), "SW501"),
-    "beside a large one": (jnp.asarray([[1e8, 0.0], [1e8, 5.0]]), "SW501"),
     "zeros": (jnp.asarray([0.0, -0.0]), "SW502"),
 }
 
@@ -1903,14 +1903,12 @@ def test_every_form_of_mesh(form):
     assert repr(f) == "simulate(layer, mesh='a=2,b=4')"
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("other", ["a=2,b=4", "p=8"])
-def test_under_a_mesh_that_is_set(explicit, other):
+@pytest.mark.parametrize("other, explicit", [(AB, False), (AB, True), ("p=8", True)])
+def test_under_a_mesh_that_is_set(other, explicit):
     want = layer_results()
     with jax.set_mesh(sw.mesh(other, on="cpu:8", explicit=explicit)):
         f = simulated(layer, *LAYER)
         same(compiled(with_gradient(f))(*layer_args()), want)
-        same(f(*layer_args()), want[0])
         assert len(f.trace(*layer_args())) == 6
 
 
@@ -2011,6 +2009,8 @@ def run_step(step, v, w, every, sizes, vma):
             return jax.vmap(full)(jnp.stack([v, -v])).sum(0)
         return lax.cond(lax.psum(v.sum(), every) > 0, full, lambda v: v * 0.5, v)
     axes = rest[0]
+    if kind in ("permute", "some"):
+        axes = tuple(sorted(axes))
     n = math.prod(sizes[a] for a in axes)
     v = vary(v, axes, vma)
     if kind == "psum":
@@ -2063,7 +2063,7 @@ def programs(draw):
 
 @given(programs())
 @settings(
-    max_examples=30,
+    max_examples=40,
     derandomize=True,
     deadline=None,
     database=None,

@@ -17,7 +17,7 @@ from ._held import Held, is_traced
 from ._spec import Axes, show_spec, spec_axes
 
 # Devices that add up the same numbers in another order differ by rounding; that is no mistake.
-_ROUNDING = 32
+_ROUNDING, _ROUNDING_OF_FEW_BITS = 32, 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def find_difference(value: Any, held_axes: Axes, axes: Axes) -> Difference | Non
     eps = float(jnp.finfo(array.dtype).eps) if inexact else 0.0
     wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
     finite = np.abs(wide[np.isfinite(wide)])
-    tolerance = _ROUNDING * eps * finite.max(initial=0.0)
+    tolerance = (_ROUNDING if eps < 1e-4 else _ROUNDING_OF_FEW_BITS) * eps * finite.max(initial=0.0)
     differing: list[str] = []
     worst = 0.0, "", ()
     for axis in axes:

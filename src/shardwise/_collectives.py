@@ -49,6 +49,8 @@ CASTS = frozenset(
         *(f"{name}_done" for name in ("ppermute", "pbroadcast")),
     }
 )
+# No axis of a mesh has a blank in its name.
+_GROUP, _MEMBER = "group of devices", "member of a group"
 UNKNOWN = frozenset({"ragged_all_to_all", "psend", "precv"})
 
 
@@ -126,6 +128,8 @@ def collect(collective: Collective, held: Held, others: Sequence[Held], sizes: S
     """
     if collective.groups:
         return _in_groups(collective, held, sizes)
+    if collective.kind == "ppermute":
+        collective = _in_mesh_order(collective, sizes)
     names, kind = collective.axes, collective.kind
     if kind in ("psum", "pmax", "pmin"):
         # The axes along which all hold the same need no dim to be reduced.
@@ -135,7 +139,7 @@ def collect(collective: Collective, held: Held, others: Sequence[Held], sizes: S
         value = _REDUCE[kind](value, (at, *(at + 1 + d for d in collective.dims)))
         copies = product(names, sizes) // product(present, sizes)
         if kind == "psum" and copies > 1:
-            value = value * jnp.asarray(copies, value.dtype)
+            value = value * jnp.asarray(np.asarray(copies).astype(value.dtype))
         return Held(value, rest)
     if kind == "ppermute" and axes_after(collective, held.axes, sizes) == held.axes:
         if set(names).isdisjoint(held.axes):
@@ -229,7 +233,11 @@ def _all_to_all(value: Any, at: int, params: dict[str, Any]) -> Any:
 
 def _ppermute(value: Any, at: int, perm: Sequence[tuple[int, int]]) -> Any:
     devices = value.shape[at]
-    source = {int(to): int(of) for of, to in perm}
+    source = {int(to) % devices: int(of) % devices for of, to in perm}
+    if len(source) < len(perm) or len(set(source.values())) < len(perm):
+        raise ValueError(f"ppermute names a device twice as source or as destination: {perm}")
+    if not all(-devices <= i < devices for pair in perm for i in pair):
+        raise IndexError(f"ppermute names a device that is not among {devices}: {perm}")
     pieces: list[Any] = []
     start = 0
     while start < devices:
@@ -248,6 +256,17 @@ def _ppermute(value: Any, at: int, perm: Sequence[tuple[int, int]]) -> Any:
     return jnp.concatenate(pieces, axis=at) if len(pieces) > 1 else pieces[0]
 
 
+def _in_mesh_order(collective: Collective, sizes: Sizes) -> Collective:
+    """Returns a permute as JAX runs it: over axes in the mesh's order, or not at all."""
+    ordered = in_order(collective.axes, sizes)
+    if ordered != collective.axes and getattr(jax.config, "jax_raise_on_ppermute_sort_diff", False):
+        raise ValueError(
+            f"ppermute is over axes {collective.axes}, in another order than the mesh's {ordered}: "
+            f"jax.shard_map refuses that, name them as the mesh does"
+        )
+    return dataclasses.replace(collective, axes=ordered)
+
+
 def _is_permutation(collective: Collective, sizes: Sizes) -> bool:
     return len(collective.params["perm"]) == product(collective.axes, sizes)
 
@@ -261,13 +280,13 @@ def _in_groups(collective: Collective, held: Held, sizes: Sizes) -> Held:
     value = value.reshape(*value.shape[:at], *groups.shape, *value.shape[at + 1 :])
     inner_sizes = {
         **{a: sizes[a] for a in rest},
-        "group": groups.shape[0],
-        "member": groups.shape[1],
+        _GROUP: groups.shape[0],
+        _MEMBER: groups.shape[1],
     }
     params = {k: v for k, v in collective.params.items() if k != "axis_index_groups"}
-    inner = Collective(collective.kind, ("member",), params)
-    out = collect(inner, Held(value, (*rest, "group", "member")), (), inner_sizes)
-    value, _ = gather_axes(out, ("group", "member"), inner_sizes)
+    inner = Collective(collective.kind, (_MEMBER,), params)
+    out = collect(inner, Held(value, (*rest, _GROUP, _MEMBER)), (), inner_sizes)
+    value, _ = gather_axes(out, (_GROUP, _MEMBER), inner_sizes)
     back = np.argsort(groups.reshape(-1))
     return scatter_axes(jnp.take(value, back, axis=at), rest, collective.axes, sizes)
 

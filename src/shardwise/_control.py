@@ -128,27 +128,23 @@ def _while(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
         return _agreed(machine, out, waits)
 
     def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-        live, old = Held(state[0], first.axes), held(state[1])
-        outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *old])
-        new = [widen(o, a, sizes) for o, a in zip(outs, axes, strict=True)]
-        if live.axes:
-            new = [_where(live, n, o, sizes) for n, o in zip(new, old, strict=True)]
-        values = [n.value for n in new]
-        return live.value & goes_on(values).value, values
+        outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *held(state[1])])
+        values = [widen(o, a, sizes).value for o, a in zip(outs, axes, strict=True)]
+        return goes_on(values).value, values
 
     init = [widen(c, a, sizes).value for c, a in zip(carry, axes, strict=True)]
     (stop,) = machine.axes_through(
         eqn.params["cond_jaxpr"], [*(c.axes for c in cond_consts), *axes]
     )
-    kept = [a for a in stop if a not in waits]
-    first = widen(goes_on(init), kept, sizes)
-    return held(jax.lax.while_loop(lambda s: jnp.any(s[0]), body, (first.value, init))[1])
+    kept = tuple(a for a in stop if a not in waits)
+    if kept:  # devices that stop at different times run one by one, and do no more than they do
 
+        def step(at: dict[str, Any], inner: list[Held]) -> list[Held]:
+            return _while(machine.inside(at), eqn, inner)
 
-def _where(live: Held, new: Held, old: Held, sizes: Any) -> Held:
-    mask = widen(live, new.axes, sizes).value
-    mask = mask.reshape(mask.shape + (1,) * len(new.local_shape))
-    return Held(jnp.where(mask, new.value, old.value), new.axes)
+        return one_by_one(step, args, kept, sizes)
+    first = goes_on(init)
+    return held(jax.lax.while_loop(lambda s: s[0], body, (first.value, init))[1])
 
 
 # --- branches -----------------------------------------------------------------------------------
@@ -183,7 +179,7 @@ def _cond(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     # Devices that take different branches run one by one: what a branch that is not taken would
     # compute (a division by zero, and its gradient) must not be computed, as on a real device.
     def step(at: dict[str, Any], inner: list[Held]) -> list[Held]:
-        return _cond(machine.inside({**machine.at, **at}), eqn, inner)
+        return _cond(machine.inside(at), eqn, inner)
 
     return one_by_one(step, [index, *args[1:]], index.axes, sizes)
 

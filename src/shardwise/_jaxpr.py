@@ -20,11 +20,16 @@ def is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
+def is_jaxpr(value: Any) -> bool:
+    """Returns whether a parameter is a jaxpr, open or closed."""
+    return hasattr(opened(value)[0], "eqns")
+
+
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs among an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(item, "eqns") or hasattr(getattr(item, "jaxpr", None), "eqns"):
+            if is_jaxpr(item):
                 yield item
 
 
@@ -36,7 +41,7 @@ def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]
 
 def call_jaxpr(eqn: Any) -> Any:
     """Returns the inner jaxpr of a primitive that only calls it, such as jit or remat."""
-    if eqn.primitive.name in ("shard_map", "pallas_call"):
+    if eqn.primitive.name in ("shard_map", "pallas_call", "reduce", "reduce_window"):
         return None
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = eqn.params.get(key)

@@ -14,20 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from . import _control
 from ._body import Body, Setting
 from ._collectives import CASTS, UNKNOWN, Collective, as_collective, axes_after, collect
 from ._held import Held, Sizes, in_order, one_by_one, spread, union, widen
-from ._jaxpr import call_jaxpr, is_literal, opened, sub_jaxprs, user_line
+from ._jaxpr import call_jaxpr, is_jaxpr, is_literal, opened, sub_jaxprs, user_line
 from ._spec import Axes
 
 # Sharding has no meaning on simulated devices.
 _IDENTITY = CASTS | {"sharding_constraint", "reshard", "mesh_cast"}
-# Under vmap these would not do for each device what a real one does alone: JAX's own generator
-# of random bits draws others, and callbacks refuse.
-_ALONE = frozenset({"rng_bit_generator", "random_bits", "pure_callback", "io_callback"})
+# Under vmap these would not do for each device what a real one does alone: XLA's own generator
+# of random bits (rbg keys) draws others, and callbacks refuse.
+_ALONE = frozenset({"rng_bit_generator", "pure_callback", "io_callback"})
 _EVERYWHERE = frozenset({"debug_callback", "debug_print", "io_callback"})
 
 
@@ -63,7 +63,10 @@ class Machine:
         last = _last_uses(inner)
 
         def read(atom: Any) -> Held:
-            return constant(atom.val) if is_literal(atom) else env[atom]
+            if not is_literal(atom):
+                return env[atom]
+            weak = getattr(atom.aval, "weak_type", False)
+            return constant(np.asarray(atom.val).item() if weak else atom.val)
 
         for var, const in zip(inner.constvars, consts, strict=True):
             env[var] = constant(const)
@@ -106,9 +109,14 @@ class Machine:
                 f"{name}, at {user_line(eqn) or self.line}, cannot be simulated: it works in jax.shard_map on "
                 f"real devices only"
             )
-        if name in _EVERYWHERE:  # each device prints, though all hold the same
-            args = [widen(a, [x for x in sizes if x not in self.at], sizes) for a in args]
-        if name in _ALONE and (axes := union(args, sizes)):
+        if name in _EVERYWHERE:  # each device prints, though all hold the same, or nothing
+            free = [a for a in sizes if a not in self.at]
+            if free and not args:
+                return one_by_one(
+                    lambda *_: _bind(eqn, [], sizes), [], in_order(free, sizes), sizes
+                )
+            args = [widen(a, free, sizes) for a in args]
+        if _runs_alone(eqn) and (axes := union(args, sizes)):
             return one_by_one(lambda _, inner: _bind(eqn, inner, sizes), args, axes, sizes)
         return _bind(eqn, args, sizes)
 
@@ -149,12 +157,22 @@ class Machine:
         return [together] * len(eqn.outvars)
 
 
+def _runs_alone(eqn: Any) -> bool:
+    """Returns whether an equation under vmap would not do what each device does by itself."""
+    name = eqn.primitive.name
+    if name.startswith("random_"):
+        keys = [v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")]
+        return any("rbg" in str(dtype) for dtype in keys)
+    return name in _ALONE
+
+
 def constant(value: Any) -> Held:
     """Returns a constant of a jaxpr, the same on all devices.
 
     JAX may have typed it with the mesh of some trace, which means nothing here.
     """
-    return Held(jnp.asarray(value if isinstance(value, jax.Array) else np.asarray(value)))
+    plain = isinstance(value, jax.Array) or type(value) in (bool, int, float, complex)
+    return Held(jnp.asarray(value if plain else np.asarray(value)))
 
 
 def _has_axes(eqn: Any) -> bool:
@@ -162,12 +180,6 @@ def _has_axes(eqn: Any) -> bool:
 
     def typed(jaxpr: Any) -> bool:
         inner, _ = opened(jaxpr)
-        atoms = [*inner.invars, *inner.outvars, *(v for e in inner.eqns for v in e.outvars)]
-        if any(
-            getattr(a.aval, "manual_axis_type", None) and a.aval.manual_axis_type.varying
-            for a in atoms
-        ):
-            return True
         return any(
             as_collective(e) or e.primitive.name in ("axis_index", *UNKNOWN) or _has_axes(e)
             for e in inner.eqns
@@ -177,17 +189,32 @@ def _has_axes(eqn: Any) -> bool:
 
 
 def _bind(eqn: Any, args: Sequence[Held], sizes: Sizes) -> list[Held]:
-    # Shardings within the body are of its own mesh, which is not there.
-    params = {k: None if isinstance(v, NamedSharding) else v for k, v in eqn.params.items()}
-    functions: Sequence[Any] = ()
-    if any(True for _ in sub_jaxprs(eqn)):
-        functions, params = eqn.primitive.get_bind_params(params)
+    params = {name: _meshless(value) for name, value in eqn.params.items()}
 
     def fn(*values: Any) -> Any:
-        out = eqn.primitive.bind(*functions, *values, **params)
+        out = eqn.primitive.bind(*values, **params)
         return list(out) if eqn.primitive.multiple_results else [out]
 
     return spread(fn, args, sizes)
+
+
+def _meshless(param: Any) -> Any:
+    """Returns a parameter that says nothing of the body's mesh, which is not there."""
+    if isinstance(param, NamedSharding):
+        return None
+    if isinstance(param, tuple) and any(is_jaxpr(p) for p in param):
+        parts = [_meshless(p) for p in param]
+        return type(param)(*parts) if hasattr(param, "_fields") else tuple(parts)
+    if not is_jaxpr(param) or not hasattr(param, "consts") or opened(param)[0].constvars:
+        return param
+    bare = Machine(Setting(AbstractMesh((), ()), (), False))
+    avals = [v.aval for v in opened(param)[0].invars]
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
+
+    def run(*values: Any) -> list[Any]:
+        return [out.value for out in bare.run(param, [Held(v) for v in values])]
+
+    return jax.make_jaxpr(run)(*shapes)
 
 
 def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -178,7 +180,7 @@ class Simulation:
 
     def _prepare(self, args: Sequence[Any]) -> tuple[Body, list[Held], Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(args)
-        arrays = [jnp.asarray(leaf) for _, leaf in leaves]
+        arrays = [_unsharded(jnp.asarray(leaf)) for _, leaf in leaves]
         paths = [self._argument_path(path) for path, _ in leaves]
         specs = _broadcast(self._in_specs, tuple(args), "in_specs", "arguments")
         found = list(self._faults(paths, arrays, specs))
@@ -190,8 +192,9 @@ class Simulation:
 
         try:
             body = trace_body(flat, arrays, specs, self._setting)
-        except NameError as error:
-            raise self._unbound(error) from error
+        except (NameError, ValueError, AssertionError) as error:
+            self._require_bound(flat, arrays, specs)
+            raise error
         sizes = self._setting.sizes
         return body, [split(a, s, sizes) for a, s in zip(arrays, specs, strict=True)], tree
 
@@ -241,20 +244,23 @@ class Simulation:
     def _context(self, shape: Sequence[int], spec: P) -> str:
         return f"shape {tuple(shape)}  spec {show_spec(spec)}  mesh {self._show()}"
 
-    def _unbound(self, error: NameError) -> Exception:
-        text = str(error)
-        name = text.split("unbound axis name:")[-1].strip(" .").split(".")[0].split(" ")[0]
-        if "unbound axis name" not in text:
-            return error
-        axes = ", ".join(self._setting.manual)
-        finding = make_finding(
-            "SW101",
-            getattr(self._body, "__name__", "body"),
-            f"the body uses axis {name!r}, which is not on the mesh",
-            f"the mesh has {axes}",
-            f"mesh {self._show()}",
-        )
-        return LayoutError(Findings((finding,)))
+    def _require_bound(self, flat: Any, arrays: Any, specs: Any) -> None:
+        """Raises a finding if the body uses an axis that the mesh has not."""
+        try:  # without its account of what varies JAX says it in one way
+            trace_body(flat, arrays, specs, dataclasses.replace(self._setting, typed=False))
+        except NameError as error:
+            if (unbound := re.search(r"unbound axis name: (\w+)", str(error))) is None:
+                return
+            finding = make_finding(
+                "SW101",
+                getattr(self._body, "__name__", "body"),
+                f"the body uses axis {unbound[1]!r}, which is not on the mesh",
+                f"the mesh has {', '.join(self._setting.manual)}",
+                f"mesh {self._show()}",
+            )
+            raise LayoutError(Findings((finding,))) from None
+        except Exception:
+            return
 
     def _argument_path(self, path: Sequence[Any]) -> str:
         index = path[0].idx
@@ -268,9 +274,8 @@ class Simulation:
 
 
 def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
-    """Returns a spec for each leaf of `tree`; `specs` is a prefix of it."""
-    if word == "in_specs" and isinstance(specs, list):
-        specs = tuple(specs)
+    """Returns a spec for each leaf of `tree`; `specs` is a prefix of it, None as good as P()."""
+    specs = jax.tree.map(lambda s: P() if s is None else s, specs, is_leaf=lambda s: s is None)
     try:
         whole = jax.tree.broadcast(specs, tree, is_leaf=_is_spec)
     except ValueError as error:
@@ -279,8 +284,14 @@ def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
             f"{word} is {jax.tree.structure(specs, is_leaf=_is_spec)}, they are "
             f"{jax.tree.structure(tree)}. Give one spec for each, or one for all"
         ) from error
-    leaves = jax.tree.leaves(whole, is_leaf=_is_spec)
-    return [require_spec(spec, word) for spec in leaves]
+    return [require_spec(spec, word) for spec in jax.tree.leaves(whole, is_leaf=_is_spec)]
+
+
+def _unsharded(array: Any) -> Any:
+    """Returns an array whose type names no axis: where it lies is none of the simulation's business."""
+    if any(entry is not None for entry in jax.typeof(array).sharding.spec):
+        return jax.reshard(array, P(*(None,) * array.ndim))
+    return array
 
 
 def _is_spec(x: Any) -> bool:
