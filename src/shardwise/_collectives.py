@@ -51,7 +51,7 @@ CASTS = frozenset(
 )
 # No axis of a mesh has a blank in its name.
 _GROUP, _MEMBER = "group of devices", "member of a group"
-UNKNOWN = frozenset({"ragged_all_to_all", "psend", "precv"})
+UNKNOWN = frozenset({"ragged_all_to_all", "psend", "precv", "call_hi_primitive", "linear_call"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

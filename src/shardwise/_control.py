@@ -127,24 +127,22 @@ def _while(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
         (out,) = machine.run(eqn.params["cond_jaxpr"], [*cond_consts, *held(values)])
         return _agreed(machine, out, waits)
 
-    def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-        outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *held(state[1])])
-        values = [widen(o, a, sizes).value for o, a in zip(outs, axes, strict=True)]
-        return goes_on(values).value, values
+    def body(values: list[Any]) -> list[Any]:
+        outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *held(values)])
+        return [widen(o, a, sizes).value for o, a in zip(outs, axes, strict=True)]
 
-    init = [widen(c, a, sizes).value for c, a in zip(carry, axes, strict=True)]
     (stop,) = machine.axes_through(
         eqn.params["cond_jaxpr"], [*(c.axes for c in cond_consts), *axes]
     )
-    kept = tuple(a for a in stop if a not in waits)
-    if kept:  # devices that stop at different times run one by one, and do no more than they do
+    if kept := tuple(a for a in stop if a not in waits):
+        # Devices that stop at different times run one by one, and do no more than they do.
 
         def step(at: dict[str, Any], inner: list[Held]) -> list[Held]:
             return _while(machine.inside(at), eqn, inner)
 
         return one_by_one(step, args, kept, sizes)
-    first = goes_on(init)
-    return held(jax.lax.while_loop(lambda s: s[0], body, (first.value, init))[1])
+    init = [widen(c, a, sizes).value for c, a in zip(carry, axes, strict=True)]
+    return held(jax.lax.while_loop(lambda values: goes_on(values).value, body, init))
 
 
 # --- branches -----------------------------------------------------------------------------------
@@ -193,7 +191,9 @@ def _agreed(machine: Any, held: Held, axes: set[str]) -> Held:
         machine.disagree(held, shared, machine.line)
     value = held.value
     for axis in reversed(shared):
-        value = jnp.take(value, 0, axis=held.axes.index(axis))
+        at = held.axes.index(axis)
+        # A loop ends once any device of those that wait for each other would, else it might not.
+        value = jnp.all(value, axis=at) if value.dtype == bool else jnp.take(value, 0, axis=at)
     return Held(value, tuple(a for a in held.axes if a not in shared))
 
 

@@ -205,7 +205,7 @@ def _meshless(param: Any) -> Any:
     if isinstance(param, tuple) and any(is_jaxpr(p) for p in param):
         parts = [_meshless(p) for p in param]
         return type(param)(*parts) if hasattr(param, "_fields") else tuple(parts)
-    if not is_jaxpr(param) or not hasattr(param, "consts") or opened(param)[0].constvars:
+    if not is_jaxpr(param) or not hasattr(param, "consts"):
         return param
     bare = Machine(Setting(AbstractMesh((), ()), (), False))
     avals = [v.aval for v in opened(param)[0].invars]
