@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from . import _control
 from ._body import Body, Setting
 from ._collectives import CASTS, UNKNOWN, Collective, as_collective, axes_after, collect
+from ._dot import merged_dot
 from ._held import Held, Sizes, in_order, one_by_one, spread, union, widen
 from ._jaxpr import call_jaxpr, is_jaxpr, is_literal, opened, sub_jaxprs, user_line
 from ._spec import Axes
@@ -190,6 +191,8 @@ def _has_axes(eqn: Any) -> bool:
 
 def _bind(eqn: Any, args: Sequence[Held], sizes: Sizes) -> list[Held]:
     params = {name: _meshless(value) for name, value in eqn.params.items()}
+    if eqn.primitive.name == "dot_general" and (dot := merged_dot(params, list(args))):
+        return [dot]
 
     def fn(*values: Any) -> Any:
         out = eqn.primitive.bind(*values, **params)
