@@ -20,3 +20,18 @@ def run(code, name="<markdown>", scope=None):
     with contextlib.redirect_stdout(out):
         exec(compile(code, name, "exec"), scope)
     return out.getvalue()
+
+
+def run_all(path, name):
+    """Runs a file's Python blocks in order and compares what they print with the text that follows.
+
+    Returns how many texts were compared.
+    """
+    scope, printed, shown = {}, None, 0
+    for language, code in blocks(path):
+        if language == "python":
+            printed = run(code, name, scope)
+        elif language == "text":
+            assert printed == code
+            shown += 1
+    return shown

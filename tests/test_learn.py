@@ -11,14 +11,7 @@ PAGES = sorted((Path(__file__).parent.parent / "docs" / "learn").glob("*.md"))
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    scope, printed, shown = {}, None, 0
-    for language, code in pages.blocks(page):
-        if language == "python":
-            printed = pages.run(code, "body.py", scope)
-        elif language == "text":
-            assert printed == code
-            shown += 1
-    assert shown
+    assert pages.run_all(page, "body.py")
 
 
 def test_there_are_pages():

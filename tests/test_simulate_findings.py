@@ -337,3 +337,13 @@ def test_predicates_that_agree_by_chance_are_fine():
         return lax.cond(go, lambda v: all_vary(lax.psum(v, "b")), lambda v: v, x)
 
     compare(body, AB, X, X, numbers(4, 8))
+
+
+def test_problems_of_both_specs_come_at_once():
+    f = simulated(lambda x: (x, x), "a=2,b=4", P("b"), (P("c"), P("a", "a")))
+    error = refusal(f, numbers(6, 3))
+    assert [(e.code, e.path) for e in error.findings] == [
+        ("SW104", "x"),
+        ("SW101", "output.0"),
+        ("SW102", "output.1"),
+    ]

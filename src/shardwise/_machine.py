@@ -39,8 +39,8 @@ class Machine:
     Attributes:
         setting: the mesh and its axes.
         log: told of every collective, with its line, or None.
-        disagree: told when devices differ where they must not: what they hold, the axes, and
-            the equation.
+        disagree: told what decides where devices wait for each other, the axes along which they
+            must agree on it, and the line.
         at: the coordinates along axes that are stepped through one by one.
         line: the user's line that called what is run, for what has none of its own: JAX cuts
             the tracebacks within a loop's body.
@@ -107,8 +107,8 @@ class Machine:
             return self.called_by(eqn).run(inner, args)
         if name in UNKNOWN or _has_axes(eqn):
             raise NotImplementedError(
-                f"{name}, at {user_line(eqn) or self.line}, cannot be simulated: it works in jax.shard_map on "
-                f"real devices only"
+                f"{name}, at {user_line(eqn) or self.line}, cannot be simulated: it works in "
+                f"jax.shard_map on real devices only"
             )
         if name in _EVERYWHERE:  # each device prints, though all hold the same, or nothing
             free = [a for a in sizes if a not in self.at]

@@ -185,7 +185,7 @@ class Simulation:
         specs = _broadcast(self._in_specs, tuple(args), "in_specs", "arguments")
         found = list(self._faults(paths, arrays, specs))
         if found:
-            raise LayoutError(Findings(tuple(found)))
+            raise LayoutError(Findings((*found, *self._faults_of_out_specs())))
 
         def flat(*local: Any) -> Any:
             return self._body(*jax.tree.unflatten(tree, local))
@@ -241,6 +241,16 @@ class Simulation:
                 context = self._context(array.shape, spec)
                 yield make_finding(fault.code, path, fault.message, fault.help, context)
 
+    def _faults_of_out_specs(self) -> Iterator[Finding]:
+        """Yields what is wrong with them whatever is returned, for when nothing can be."""
+        rows = jax.tree_util.tree_leaves_with_path(self._out_specs, is_leaf=_is_spec)
+        for path, spec in rows:
+            shape = (0,) * len(spec) if _is_spec(spec) else ()
+            for fault in faults(shape, spec, self._setting.sizes) if shape else ():
+                context = f"spec {show_spec(spec)}  mesh {self._show()}"
+                name = _dotted("output", path)
+                yield make_finding(fault.code, name, fault.message, fault.help, context)
+
     def _context(self, shape: Sequence[int], spec: P) -> str:
         return f"shape {tuple(shape)}  spec {show_spec(spec)}  mesh {self._show()}"
 
@@ -284,7 +294,14 @@ def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
             f"{word} is {jax.tree.structure(specs, is_leaf=_is_spec)}, they are "
             f"{jax.tree.structure(tree)}. Give one spec for each, or one for all"
         ) from error
-    return [require_spec(spec, word) for spec in jax.tree.leaves(whole, is_leaf=_is_spec)]
+    leaves = jax.tree.leaves(whole, is_leaf=_is_spec)
+    for leaf in leaves:
+        if not _is_spec(leaf):
+            raise ValueError(
+                f"{word} has {leaf!r}, a {type(leaf).__name__}: it is made of PartitionSpecs, "
+                f"such as P('data')"
+            )
+    return [require_spec(leaf, word) for leaf in leaves]
 
 
 def _unsharded(array: Any) -> Any:
