@@ -19,16 +19,6 @@ AB = "a=2,b=4"
 BOTH = pytest.mark.parametrize("vma", [True, False], ids=["typed", "untyped"])
 
 
-# Most of the time goes into compiling: quickly is better than well.
-compiled = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_llvm_disable_expensive_passes": True,
-        "xla_backend_optimization_level": 0,
-    },
-)
-
-
 def with_types(names, untyped):
     """Returns a mark for each name with `check_vma`, and for some of them without too."""
     cases = [(n, v) for n in names for v in (True, False) if v or n in untyped]
@@ -124,8 +114,8 @@ def with_gradient(fn):
 def compare(body, mesh, in_specs, out_specs, *args, grad=True, wrap=None, tolerance=2e-5, **opts):
     """Asserts that the simulated results and gradients are the real ones."""
     wrap = wrap or (with_gradient if grad else lambda fn: fn)
-    want = compiled(wrap(real(body, mesh, in_specs, out_specs, **opts)))(*args)
-    got = compiled(wrap(simulated(body, mesh, in_specs, out_specs, **opts)))(*args)
+    want = jax.jit(wrap(real(body, mesh, in_specs, out_specs, **opts)))(*args)
+    got = jax.jit(wrap(simulated(body, mesh, in_specs, out_specs, **opts)))(*args)
     same(got, want, tolerance)
     return got
 

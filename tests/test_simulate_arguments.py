@@ -14,7 +14,6 @@ from simulated import (
     X,
     all_vary,
     compare,
-    compiled,
     numbers,
     real,
     refusal,
@@ -227,8 +226,8 @@ ARGUMENTS = {
 def test_arguments_and_results(name, vma):
     body, in_specs, out_specs, make = ARGUMENTS[name]
     args = make()
-    want = compiled(real(body, AB, in_specs, out_specs, check_vma=vma))(*args)
-    same(compiled(simulated(body, AB, in_specs, out_specs, check_vma=vma))(*args), want)
+    want = jax.jit(real(body, AB, in_specs, out_specs, check_vma=vma))(*args)
+    same(jax.jit(simulated(body, AB, in_specs, out_specs, check_vma=vma))(*args), want)
 
 
 def test_training_of_a_module():

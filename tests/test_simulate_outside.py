@@ -14,7 +14,6 @@ from simulated import (
     BOTH,
     X,
     compare,
-    compiled,
     devices,
     layer_args,
     loss,
@@ -48,7 +47,7 @@ LAYER = (AB, (P("a"), P(None, "b"), P("b")), P("a"))
 @functools.cache
 def layer_results():
     """Returns the real results of the layer and their gradients, on one device."""
-    out = compiled(with_gradient(real(layer, *LAYER)))(*layer_args())
+    out = jax.jit(with_gradient(real(layer, *LAYER)))(*layer_args())
     return jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), out)
 
 
@@ -186,7 +185,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_mesh(form):
     f = simulated(layer, FORMS[form](), *LAYER[1:])
-    same(compiled(with_gradient(f))(*layer_args()), layer_results())
+    same(jax.jit(with_gradient(f))(*layer_args()), layer_results())
     assert f.mesh.shape == {"a": 2, "b": 4}
     assert repr(f) == "simulate(layer, mesh='a=2,b=4')"
 
@@ -196,7 +195,7 @@ def test_under_a_mesh_that_is_set(other, explicit):
     want = layer_results()
     with jax.set_mesh(sw.mesh(other, on="cpu:8", explicit=explicit)):
         f = simulated(layer, *LAYER)
-        same(compiled(with_gradient(f))(*layer_args()), want)
+        same(jax.jit(with_gradient(f))(*layer_args()), want)
         assert len(f.trace(*layer_args())) == 6
 
 
