@@ -47,6 +47,13 @@ def make(rngs):
     return Block(rngs)
 
 
+def fold(state, rounds):
+    """Returns the stack as (rounds, layers of a round, ...), as the circular schedule takes it."""
+    if rounds is None:
+        return state
+    return jax.tree.map(lambda a: a.reshape(rounds, -1, *a.shape[1:]), state)
+
+
 def seconds(fn, *args):
     """Returns the seconds on the clock, and those of all cores together."""
     start, cpu = time.perf_counter(), time.process_time()
@@ -82,10 +89,7 @@ def main():
             )(x)
 
         spec = P("stage") if rounds is None else P(None, "stage")
-        folded = state
-        if rounds is not None:
-            folded = jax.tree.map(lambda a: a.reshape(rounds, -1, *a.shape[1:]), state)  # noqa: B023
-        placed = jax.device_put(folded, NamedSharding(mesh, spec))
+        placed = jax.device_put(fold(state, rounds), NamedSharding(mesh, spec))
         whole = jax.device_put(x, NamedSharding(mesh, P()))
         timetable = sw.Timetable(STAGES, MICROBATCHES, rounds or 1)
 

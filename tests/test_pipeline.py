@@ -155,8 +155,12 @@ def test_under_set_mesh():
 
 @pytest.mark.parametrize("form", [list, tuple, nnx.List, lambda b: nnx.Sequential(*b)])
 def test_forms_of_a_stack(form):
-    blocks = [nnx.merge(GRAPHDEF, jax.tree.map(lambda a: a[i], STATE)) for i in range(LAYERS)]  # noqa: B023
-    pipe = sw.pipeline(form(blocks), axis="stage", microbatches=4, mesh="stage=2")
+    def layer(i):
+        return nnx.merge(GRAPHDEF, jax.tree.map(lambda a: a[i], STATE))
+
+    pipe = sw.pipeline(
+        form([layer(i) for i in range(LAYERS)]), axis="stage", microbatches=4, mesh="stage=2"
+    )
     assert_near(pipe(X), unsplit(STATE, X))
 
 

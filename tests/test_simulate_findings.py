@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from simulated import (
@@ -347,3 +348,10 @@ def test_problems_of_both_specs_come_at_once():
         ("SW101", "output.0"),
         ("SW102", "output.1"),
     ]
+
+
+def test_a_state_s_paths_are_those_of_layouts():
+    linear = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    f = simulated(lambda model, x: model(x), "b=4", (P(None, "b"), P()), P())
+    found = f.check(nnx.split(linear)[1], numbers(2, 4)).items
+    assert {(e.code, e.path) for e in found} >= {("SW104", "model.kernel"), ("SW103", "model.bias")}

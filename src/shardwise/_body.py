@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,12 @@ def varying(aval: Any) -> frozenset[str]:
     return aval.manual_axis_type.varying
 
 
+def cast(x: Any, axes: Iterable[str]) -> Any:
+    """Returns `x` typed as varying along `axes` too."""
+    more = tuple(sorted(set(axes) - varying(jax.typeof(x))))
+    return jax.lax.pcast(x, more, to="varying") if more else x
+
+
 def trace_body(
     fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[P], setting: Setting
 ) -> Body:
@@ -113,9 +119,8 @@ def trace_local(
     def local(*leaves: Any) -> Any:
         args = []
         for leaf, h, axes in zip(leaves, held, declared, strict=True):
-            more = tuple(a for a in axes if a not in h.axes) if setting.typed else ()
             leaf = leaf.reshape(h.local_shape)
-            args.append(jax.lax.pcast(leaf, more, to="varying") if more else leaf)
+            args.append(cast(leaf, axes) if setting.typed else leaf)
         return fn(*args)
 
     return trace_body(local, [h.value for h in held], [P(*h.axes) for h in held], setting)

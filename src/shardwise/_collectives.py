@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,9 +108,8 @@ def axes_after(collective: Collective, before: Axes, sizes: Sizes) -> Axes:
     """Returns the axes along which the result may differ."""
     names = collective.axes
     if collective.kind == "ppermute":
-        if set(names).isdisjoint(before) and _is_permutation(collective, sizes):
-            return before
-        return in_order((*before, *names), sizes)
+        same = _changes_nothing(collective, before, sizes)
+        return before if same else in_order((*before, *names), sizes)
     if collective.groups or collective.kind in ("psum_scatter", "all_to_all"):
         return in_order((*before, *names), sizes)
     return tuple(a for a in before if a not in names)
@@ -129,7 +127,7 @@ def collect(collective: Collective, held: Held, others: Sequence[Held], sizes: S
     if collective.groups:
         return _in_groups(collective, held, sizes)
     if collective.kind == "ppermute":
-        collective = _in_mesh_order(collective, sizes)
+        collective = _as_run(collective, sizes)
     names, kind = collective.axes, collective.kind
     if kind in ("psum", "pmax", "pmin"):
         # The axes along which all hold the same need no dim to be reduced.
@@ -141,9 +139,8 @@ def collect(collective: Collective, held: Held, others: Sequence[Held], sizes: S
         if kind == "psum" and copies > 1:
             value = value * jnp.asarray(np.asarray(copies).astype(value.dtype))
         return Held(value, rest)
-    if kind == "ppermute" and axes_after(collective, held.axes, sizes) == held.axes:
-        if set(names).isdisjoint(held.axes):
-            return held
+    if kind == "ppermute" and _changes_nothing(collective, held.axes, sizes):
+        return held
     value, rest = gather_axes(held, names, sizes)
     at = len(rest)
     if kind == "all_gather":
@@ -153,7 +150,8 @@ def collect(collective: Collective, held: Held, others: Sequence[Held], sizes: S
     if kind == "all_to_all":
         return scatter_axes(_all_to_all(value, at, collective.params), rest, names, sizes)
     if kind == "ppermute":
-        return scatter_axes(_ppermute(value, at, collective.params["perm"]), rest, names, sizes)
+        source = {to: of for of, to in collective.params["perm"]}
+        return scatter_axes(_ppermute(value, at, source), rest, names, sizes)
     if others:
         (source,) = others
         index, there = gather_axes(source, [a for a in names if a in source.axes], sizes)
@@ -231,13 +229,8 @@ def _all_to_all(value: Any, at: int, params: dict[str, Any]) -> Any:
     return value.reshape(shape)
 
 
-def _ppermute(value: Any, at: int, perm: Sequence[tuple[int, int]]) -> Any:
+def _ppermute(value: Any, at: int, source: dict[int, int]) -> Any:
     devices = value.shape[at]
-    source = {int(to) % devices: int(of) % devices for of, to in perm}
-    if len(source) < len(perm) or len(set(source.values())) < len(perm):
-        raise ValueError(f"ppermute names a device twice as source or as destination: {perm}")
-    if not all(-devices <= i < devices for pair in perm for i in pair):
-        raise IndexError(f"ppermute names a device that is not among {devices}: {perm}")
     pieces: list[Any] = []
     start = 0
     while start < devices:
@@ -256,19 +249,30 @@ def _ppermute(value: Any, at: int, perm: Sequence[tuple[int, int]]) -> Any:
     return jnp.concatenate(pieces, axis=at) if len(pieces) > 1 else pieces[0]
 
 
-def _in_mesh_order(collective: Collective, sizes: Sizes) -> Collective:
-    """Returns a permute as JAX runs it: over axes in the mesh's order, or not at all."""
+def _as_run(collective: Collective, sizes: Sizes) -> Collective:
+    """Returns a permute as JAX runs it, or refuses it as JAX does.
+
+    The axes are in the mesh's order, and a negative number counts from the last device.
+    """
+    devices, perm = product(collective.axes, sizes), collective.params["perm"]
+    if not all(-devices <= i < devices for pair in perm for i in pair):
+        raise IndexError(f"ppermute names a device that is not among {devices}: {perm}")
+    pairs = tuple((int(of) % devices, int(to) % devices) for of, to in perm)
+    if any(len(set(ends)) < len(pairs) for ends in zip(*pairs, strict=True)):
+        raise ValueError(f"ppermute names a device twice as source or as destination: {perm}")
     ordered = in_order(collective.axes, sizes)
     if ordered != collective.axes and getattr(jax.config, "jax_raise_on_ppermute_sort_diff", False):
         raise ValueError(
             f"ppermute is over axes {collective.axes}, in another order than the mesh's {ordered}: "
             f"jax.shard_map refuses that, name them as the mesh does"
         )
-    return dataclasses.replace(collective, axes=ordered)
+    return dataclasses.replace(collective, axes=ordered, params=collective.params | {"perm": pairs})
 
 
-def _is_permutation(collective: Collective, sizes: Sizes) -> bool:
-    return len(collective.params["perm"]) == product(collective.axes, sizes)
+def _changes_nothing(permute: Collective, before: Axes, sizes: Sizes) -> bool:
+    """Returns whether every device gets from another what all of them hold."""
+    all_send = len(permute.params["perm"]) == product(permute.axes, sizes)
+    return all_send and set(permute.axes).isdisjoint(before)
 
 
 def _in_groups(collective: Collective, held: Held, sizes: Sizes) -> Held:
@@ -289,8 +293,3 @@ def _in_groups(collective: Collective, held: Held, sizes: Sizes) -> Held:
     value, _ = gather_axes(out, (_GROUP, _MEMBER), inner_sizes)
     back = np.argsort(groups.reshape(-1))
     return scatter_axes(jnp.take(value, back, axis=at), rest, collective.axes, sizes)
-
-
-def local_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Returns the bytes of one device's operand."""
-    return math.prod(shape) * np.dtype(dtype).itemsize

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ._collectives import waiting_axes
 from ._derivatives import called, custom_jvp, custom_vjp, custom_vjp_axes
-from ._held import Held, Outs, axes_of, in_order, like, one_by_one, values_of, widen
+from ._held import Held, axes_of, in_order, like, one_by_one, values_of, widened
 from ._jaxpr import scan_parts
 from ._spec import Axes
 
@@ -35,13 +35,14 @@ def _call_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
 
 
 def _remat(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
-    outs = Outs()
+    axes = _call_axes(machine, eqn, [a.axes for a in args])
 
     def fn(*values: Any) -> list[Any]:
-        return outs.keep(machine.run(called(eqn), like(args, values)))
+        return widened(machine.run(called(eqn), like(args, values)), axes, machine.sizes)
 
     options = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
-    return outs.of(jax.checkpoint(fn, **options)(*values_of(args)))
+    outs = jax.checkpoint(fn, **options)(*values_of(args))
+    return [Held(v, a) for v, a in zip(outs, axes, strict=True)]
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -67,12 +68,12 @@ def _scan(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     consts, carried = scan_parts(eqn)
     fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
     axes, out_axes = _settled(machine, jaxpr, *axes_of(fixed, carry, xs))
-    init = [widen(c, a, sizes).value for c, a in zip(carry, axes, strict=True)]
+    init = widened(carry, axes, sizes)
 
     def body(state: list[Any], now: list[Any]) -> tuple[list[Any], list[Any]]:
         inner = [Held(v, a) for v, a in zip(state, axes, strict=True)]
         outs = machine.run(jaxpr, [*fixed, *inner, *like(xs, now)])
-        outs = [widen(o, a, sizes).value for o, a in zip(outs, [*axes, *out_axes], strict=True)]
+        outs = widened(outs, [*axes, *out_axes], sizes)
         return outs[:carried], outs[carried:]
 
     # Each device's dim to step along stands behind the dims of the devices.
@@ -129,7 +130,7 @@ def _while(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
 
     def body(values: list[Any]) -> list[Any]:
         outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *held(values)])
-        return [widen(o, a, sizes).value for o, a in zip(outs, axes, strict=True)]
+        return widened(outs, axes, sizes)
 
     (stop,) = machine.axes_through(
         eqn.params["cond_jaxpr"], [*(c.axes for c in cond_consts), *axes]
@@ -141,7 +142,7 @@ def _while(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
             return _while(machine.inside(at), eqn, inner)
 
         return one_by_one(step, args, kept, sizes)
-    init = [widen(c, a, sizes).value for c, a in zip(carry, axes, strict=True)]
+    init = widened(carry, axes, sizes)
     return held(jax.lax.while_loop(lambda values: goes_on(values).value, body, init))
 
 
@@ -166,7 +167,7 @@ def _cond(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
         def taken(branch: Any) -> Callable[..., list[Any]]:
             def fn(*values: Any) -> list[Any]:
                 outs = machine.run(branch, like(args[1:], values))
-                return [widen(o, a, sizes).value for o, a in zip(outs, axes, strict=True)]
+                return widened(outs, axes, sizes)
 
             return fn
 

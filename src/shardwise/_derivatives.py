@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ._body import as_arguments, trace_local, varying
-from ._held import Held, Outs, in_order, like, values_of, widen
+from ._held import Held, in_order, like, values_of, widen, widened
 from ._jaxpr import cut_jaxpr, is_literal, opened
 from ._spec import Axes
 
@@ -36,13 +36,13 @@ def custom_jvp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     """Returns what the devices hold after a custom_jvp call; its rule is kept."""
     keep = [i for i, v in enumerate(eqn.invars) if not is_literal(v)]
     declared = [tuple(varying(eqn.invars[i].aval)) for i in keep]
-    outs = Outs()
+    out_axes = machine.axes_through(called(eqn), [a.axes for a in args])
 
     def plain(*values: Any) -> list[Any]:
         whole = list(args)
         for i, v in zip(keep, values, strict=True):
             whole[i] = Held(v, args[i].axes)
-        return outs.keep(machine.run(called(eqn), whole))
+        return widened(machine.run(called(eqn), whole), out_axes, machine.sizes)
 
     fn = jax.custom_jvp(plain)
 
@@ -62,18 +62,16 @@ def custom_jvp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
             machine, both, [*held, *steps], [*declared, *(declared[n] for n in floats)]
         )
         count = len(eqn.outvars)
-        plain(*primals)  # for the axes of the results
-        out = [
-            widen(h, a, machine.sizes).value for h, a in zip(found[:count], outs.axes, strict=True)
-        ]
+        out = widened(found[:count], out_axes, machine.sizes)
         given = iter(found[count:])
         moved = [
             widen(next(given), a, machine.sizes).value if _is_float(o) else _no_tangent(o)
-            for o, a in zip(out, outs.axes, strict=True)
+            for o, a in zip(out, out_axes, strict=True)
         ]
         return out, moved
 
-    return outs.of(fn(*(args[i].value for i in keep)))
+    outs = fn(*(args[i].value for i in keep))
+    return [Held(v, a) for v, a in zip(outs, out_axes, strict=True)]
 
 
 def custom_vjp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
@@ -86,14 +84,11 @@ def custom_vjp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     out_axes = [_declared(machine, v) for v in eqn.outvars]
     found: dict[str, Any] = {}
 
-    def fit(outs: Sequence[Held]) -> list[Any]:
-        return [widen(o, a, machine.sizes).value for o, a in zip(outs, out_axes, strict=True)]
-
     def plain(*values: Any) -> list[Any]:
         whole = list(args)
         for i, h in zip(keep, like(held, values), strict=True):
             whole[i] = h
-        return fit(machine.run(called(eqn), whole))
+        return widened(machine.run(called(eqn), whole), out_axes, machine.sizes)
 
     fn = jax.custom_vjp(plain)
 
@@ -107,7 +102,7 @@ def custom_vjp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
         count = len(eqn.outvars)
         kept = outs[count:]
         found["axes"] = [h.axes for h in kept]
-        return fit(outs[:count]), [h.value for h in kept]
+        return widened(outs[:count], out_axes, machine.sizes), values_of(kept)
 
     def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         floats = [n for n, v in enumerate(eqn.outvars) if _is_float(v.aval)]

@@ -14,7 +14,7 @@ from ._collectives import Collective
 from ._held import Held, Sizes, is_traced
 from ._ring import MODEL, sent_bytes
 from ._spec import Axes
-from ._table import html_table, show_bytes, text_table
+from ._table import html_table, show_bytes, show_shape, text_table
 
 _MOST_ROWS = 64
 
@@ -94,7 +94,7 @@ class Trace(Sequence[Event]):
             (
                 event.kind,
                 ",".join(event.axes),
-                f"{event.dtype}[{','.join(map(str, event.shape))}]",
+                show_shape(event),
                 event.line,
                 str(event.times),
                 show_bytes(event.sent_bytes),
@@ -241,8 +241,7 @@ class Shards(Mapping[tuple[int, ...], Shard]):
             for word, (_, held, names) in (("in", self._inputs), ("out", self._outputs)):
                 for label, value in zip(names, held, strict=True):
                     leaf = _cut_out(value, at)
-                    shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-                    yield (name, f"{word} {label}".strip(), shape, _brief(leaf))
+                    yield (name, f"{word} {label}".strip(), show_shape(leaf), _brief(leaf))
                     name = ""
 
 

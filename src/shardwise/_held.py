@@ -70,6 +70,11 @@ def widen(held: Held, axes: Iterable[str], sizes: Sizes) -> Held:
     return Held(jnp.broadcast_to(value, shape), wanted)
 
 
+def widened(held: Sequence[Held], axes: Sequence[Axes], sizes: Sizes) -> list[Any]:
+    """Returns the values of each with a dim for each of its axes."""
+    return [widen(h, a, sizes).value for h, a in zip(held, axes, strict=True)]
+
+
 def gather_axes(held: Held, names: Sequence[str], sizes: Sizes) -> tuple[Any, Axes]:
     """Returns the value with `names` as one flat dim behind the dims of all other axes, and those."""
     held = widen(held, names, sizes)
@@ -165,23 +170,6 @@ def one_by_one(
         scatter_axes(jnp.moveaxis(value, 0, len(rest)), rest, axes, sizes)
         for value, rest in zip(values, found, strict=True)
     ]
-
-
-class Outs:
-    """The axes of outputs, learnt while JAX traces the function that makes them."""
-
-    def __init__(self) -> None:
-        """Knows none yet."""
-        self.axes: list[Axes] = []
-
-    def keep(self, outs: Sequence[Held]) -> list[Any]:
-        """Returns the values of outputs, their axes noted."""
-        self.axes = [out.axes for out in outs]
-        return values_of(outs)
-
-    def of(self, values: Sequence[Any]) -> list[Held]:
-        """Returns values with the axes that were noted."""
-        return [Held(v, a) for v, a in zip(values, self.axes, strict=True)]
 
 
 def values_of(held: Sequence[Held]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ._body import varying
+from ._body import cast, varying
 from ._mesh import AnyMesh, show_mesh
 from ._mesh import mesh as make_mesh
 from ._simulate import simulate
@@ -75,9 +75,4 @@ def vary(x: Any, *, like: Any = (), axes: tuple[str, ...] = ()) -> Any:
     """Returns `x` typed as varying along `axes` too, and along all that `like` varies along."""
     wanted = set(axes).union(*(varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)))
     # Without check_vma JAX keeps no account, and casts change nothing.
-    return jax.tree.map(lambda leaf: _cast(leaf, wanted), x)
-
-
-def _cast(x: Any, wanted: set[str]) -> Any:
-    more = tuple(sorted(wanted - varying(jax.typeof(x))))
-    return jax.lax.pcast(x, more, to="varying") if more else x
+    return jax.tree.map(lambda leaf: cast(leaf, wanted), x)

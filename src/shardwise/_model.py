@@ -136,6 +136,17 @@ def show_path(keys: Keys) -> str:
     )
 
 
+def dotted(path: Any) -> str:
+    """Returns a path of `jax.tree_util` as the layouts show it: `up.kernel`, or nothing for a root.
+
+    The step from a variable into its value, an attribute, is no key.
+    """
+    keys = _plain_keys(path)
+    if path and getattr(path[-1], "name", None) == "value":
+        keys = keys[:-1]
+    return show_path(keys) if keys else ""
+
+
 def split_path(path: str) -> list[Any]:
     """Returns the steps of a dotted path or pattern, bracketed keys whole; undoes `show_path`."""
     steps = re.findall(r"""\['[^']*'\]|\["[^"]*"\]|[^.]+|(?<=\.)(?=\.|$)|^(?=\.|$)""", path)

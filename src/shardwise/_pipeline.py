@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from ._manual import find_mesh, in_body, run_manual, vary
 from ._mesh import AnyMesh
+from ._model import dotted
+from ._table import show_shape
 from ._timetable import Timetable, slot
 
 _SCHEDULES = ("gpipe", "circular")
@@ -159,7 +161,7 @@ class Pipeline:
         for path, depth in depths.items():
             if depth != first or len(depth) < wanted:
                 raise ValueError(
-                    f"{_dotted(path)} has leading dims {depth}, but others have {first}: all arrays "
+                    f"{dotted(path)} has leading dims {depth}, but others have {first}: all arrays "
                     f"of a stack start with {'(rounds, layers)' if wanted == 2 else '(layers,)'}"
                 )
         return first
@@ -171,7 +173,7 @@ class Pipeline:
         def cut(path: Any, leaf: Any) -> Any:
             if jnp.ndim(leaf) == 0 or leaf.shape[0] % count:
                 size = leaf.shape[0] if jnp.ndim(leaf) else "none"
-                name = f"batch.{_dotted(path)}" if path else "batch"
+                name = f"batch.{dotted(path)}" if path else "batch"
                 raise ValueError(
                     f"{name} has {size} rows, which {count} microbatches cannot split evenly: "
                     f"give a multiple of {count}"
@@ -256,7 +258,7 @@ def _require_pure(block: Any, graphdef: Any, before: list[Any]) -> None:
     for (path, old), now in zip(before, jax.tree.leaves(new), strict=False):
         if old is not now:
             raise ValueError(
-                f"a block of the pipeline changes its {_dotted(path)}, which would be lost: stages "
+                f"a block of the pipeline changes its {dotted(path)}, which would be lost: stages "
                 f"run many microbatches at once. Make it deterministic, or pass what it needs with "
                 f"the batch"
             )
@@ -311,8 +313,4 @@ def _stack_up(blocks: list[Any]) -> tuple[Any, Any]:
 
 
 def _describe(x: Any) -> str:
-    return f"{jnp.result_type(x)}[{','.join(map(str, jnp.shape(x)))}]"
-
-
-def _dotted(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+    return show_shape(jnp.asarray(x))

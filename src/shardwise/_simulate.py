@@ -21,6 +21,7 @@ from ._held import Held, in_order, is_traced, join, split
 from ._machine import Machine
 from ._mesh import AnyMesh, show_mesh
 from ._mesh import mesh as make_mesh
+from ._model import dotted
 from ._spec import faults, require_spec, show_spec
 
 
@@ -192,9 +193,9 @@ class Simulation:
 
         try:
             body = trace_body(flat, arrays, specs, self._setting)
-        except (NameError, ValueError, AssertionError) as error:
+        except (NameError, ValueError, AssertionError):
             self._require_bound(flat, arrays, specs)
-            raise error
+            raise
         sizes = self._setting.sizes
         return body, [split(a, s, sizes) for a, s in zip(arrays, specs, strict=True)], tree
 
@@ -269,7 +270,7 @@ class Simulation:
                 f"mesh {self._show()}",
             )
             raise LayoutError(Findings((finding,))) from None
-        except Exception:
+        except Exception:  # not about axes: the error of the first trace is the one to tell
             return
 
     def _argument_path(self, path: Sequence[Any]) -> str:
@@ -322,7 +323,7 @@ def _output_paths(body: Body, outs: Sequence[Held]) -> list[str]:
 
 
 def _dotted(name: str, path: Sequence[Any]) -> str:
-    rest = jax.tree_util.keystr(tuple(path), simple=True, separator=".")
+    rest = dotted(path)
     return f"{name}.{rest}" if rest else name
 
 

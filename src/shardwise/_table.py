@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,8 +27,8 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def show_shape(leaf: Leaf) -> str:
-    """Returns dtype and shape: `float32[8,16]`."""
+def show_shape(leaf: Any) -> str:
+    """Returns dtype and shape of a leaf or an array: `float32[8,16]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
