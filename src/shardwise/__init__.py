@@ -26,6 +26,10 @@ from ._rules import by_rank as by_rank
 from ._rules import replicate as replicate
 from ._simulate import Simulation as Simulation
 from ._simulate import simulate as simulate
+from ._state import TrainState as TrainState
 from ._strategies import fsdp as fsdp
 from ._tensor import tensor as tensor
 from ._timetable import Timetable as Timetable
+from ._train import Step as Step
+from ._train import train_state as train_state
+from ._train import train_step as train_step

@@ -44,7 +44,7 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
         >>> model.kernel.addressable_shards[0].data.shape
         (16, 4)
     """
-    mesh = _require_ready(layout)
+    mesh = require_devices(layout)
     if isinstance(make, nnx.Module) or not callable(make):
         raise ValueError(
             f"init builds the model itself, from a function of no arguments, got a "
@@ -81,7 +81,7 @@ def shard(model: T, layout: Layout) -> T:
         >>> sw.shard(model, layout).kernel.addressable_shards[0].data.shape
         (16, 4)
     """
-    mesh = _require_ready(layout)
+    mesh = require_devices(layout)
     if isinstance(model, nnx.Module):
         graphdef, state = nnx.split(model)
         return nnx.merge(graphdef, _put(state, layout, mesh))
@@ -98,7 +98,13 @@ def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
     return jax.device_put(state, _shardings_for(state, layout, mesh))
 
 
-def _require_ready(layout: Layout) -> Mesh:
+def require_devices(layout: Layout) -> Mesh:
+    """Returns the layout's mesh.
+
+    Raises:
+        LayoutError: the layout has errors.
+        ValueError: the mesh has no devices.
+    """
     if not isinstance(layout, Layout):
         raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
     check(layout).raise_if_errors()

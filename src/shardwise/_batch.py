@@ -1,0 +1,116 @@
+"""The batch: how it is split over the mesh, and whether a given one is the recipe's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._layout import Layout
+from ._mesh import AnyMesh, show_mesh
+from ._recipe import Recipe
+from ._spec import faults, padded, show_spec
+
+DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
+
+
+def data_axes(layout: Layout) -> tuple[str, ...]:
+    """Returns the axes over which a batch is split: by their names, or since FSDP uses them."""
+    gathered = frozenset[str]().union(*(leaf.gathered for leaf in layout.leaves))
+    return tuple(axis for axis in layout.mesh.shape if axis in DATA_AXES or axis in gathered)
+
+
+def batch_layout(recipe: Recipe, layout: Layout) -> Any:
+    """Returns the recipe's batch with a sharding on each leaf.
+
+    Raises:
+        ValueError: a leaf cannot be split so; its sizes and what would fit are named.
+    """
+    treedef = jax.tree.structure(recipe.batch)
+    specs = _specs(recipe, layout, treedef)
+    found = []
+    for (name, leaf), spec in zip(named_batch(recipe.batch), specs, strict=True):
+        _require_fit(name, leaf, spec, recipe.accumulate, layout.mesh)
+        sharding = NamedSharding(layout.mesh, spec)
+        found.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+    return jax.tree.unflatten(treedef, found)
+
+
+def named_batch(batch: Any) -> Iterator[tuple[str, Any]]:
+    """Yields each leaf of a batch with the name that errors give it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        yield f"batch{jax.tree_util.keystr(path)}", leaf
+
+
+def require_batch(batch: Any, planned: Any, local: Any = None) -> None:
+    """Refuses a batch that is not the planned one; every wrong leaf is named.
+
+    Args:
+        batch: the batch.
+        planned: what the recipe says, a pytree of shapes and dtypes.
+        local: the shapes of one process's part, where that will do too.
+    """
+    if jax.tree.structure(batch) != jax.tree.structure(planned):
+        got, wanted = ([name for name, _ in named_batch(tree)] for tree in (batch, planned))
+        raise ValueError(
+            f"the batch is of another structure than the recipe's: got {', '.join(got) or 'none'}, "
+            f"wanted {', '.join(wanted)}"
+        )
+    wrong = []
+    parts = jax.tree.leaves(local) if local is not None else [None] * len(jax.tree.leaves(planned))
+    leaves = zip(named_batch(batch), jax.tree.leaves(planned), parts, strict=True)
+    for (name, leaf), want, part in leaves:
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape is None or dtype is None:
+            wrong.append(f"{name} is a {type(leaf).__name__}, wanted {_show(want)}")
+        elif dtype != want.dtype or tuple(shape) not in (want.shape, part and part.shape):
+            also = f" or {_show(part)}" if part is not None and part.shape != want.shape else ""
+            cast = "" if dtype == want.dtype else f" (cast it: .astype({str(want.dtype)!r}))"
+            wrong.append(f"{name} is {dtype}{list(shape)}, wanted {_show(want)}{also}{cast}")
+    if wrong:
+        raise ValueError(f"the batch is not the recipe's: {'; '.join(wrong)}")
+
+
+def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
+    given = recipe.batch_spec
+    flat = treedef.flatten_up_to(recipe.batch)
+    if given is None:
+        axes = data_axes(layout)
+        return [P(axes) if axes and leaf.shape else P() for leaf in flat]
+    if isinstance(given, P):
+        return [given] * len(flat)
+    try:
+        found = treedef.flatten_up_to(given)
+        assert all(isinstance(spec, P) for spec in found)
+    except (ValueError, TypeError, AssertionError):
+        raise ValueError(
+            f"batch_spec is {given}: give one PartitionSpec, or a pytree of them like the batch, "
+            f"which has {', '.join(name for name, _ in named_batch(recipe.batch))}"
+        ) from None
+    return found
+
+
+def _require_fit(name: str, leaf: Any, spec: P, parts: int, mesh: AnyMesh) -> None:
+    wrong = faults(leaf.shape, spec, dict(mesh.shape))
+    if wrong:
+        raise ValueError(
+            f"{name} of shape {tuple(leaf.shape)} cannot be split as {show_spec(spec)} on "
+            f"{show_mesh(mesh)}: {wrong[0].message}; make the batch divisible, or give the "
+            f"recipe batch_spec="
+        )
+    axes = padded(spec, len(leaf.shape))[0] if leaf.shape else ()
+    ways = math.prod(mesh.shape[axis] for axis in axes)
+    if parts > 1 and leaf.shape and (leaf.shape[0] // parts) % ways:
+        raise ValueError(
+            f"accumulate={parts} cuts {name} into parts of {leaf.shape[0] // parts} samples, "
+            f"which cannot be split {ways} ways over {'+'.join(axes)}: make the batch a multiple "
+            f"of {parts * ways}"
+        )
+
+
+def _show(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

@@ -1,0 +1,278 @@
+"""Launching: N processes of one command on this machine, watched until the last one has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TextIO
+
+GRACE_SECONDS = 10.0
+"""How long the others have between SIGTERM and SIGKILL when one process has failed."""
+
+_FORWARDED = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+)
+# How a process ends that lost another one, with and without shardwise: never the first cause.
+_CONSEQUENCES = (75, -signal.SIGABRT)
+_PROGRESS_SECONDS = 10.0
+_LONGEST_LINE = 1 << 20
+_POLL_SECONDS = 0.05
+
+
+def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
+    r"""Returns the exit code of N local processes of one command: 0, or that of the one that failed.
+
+    Each process finds its place with `shardwise.distributed()`. Each line that one writes comes
+    out as a whole, after its index: `[1] step 20`. SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all.
+    When one fails, it is named, the others get SIGTERM, and SIGKILL 10 seconds later; nothing is
+    left running.
+
+    Args:
+        command: the program and its arguments.
+        processes: how many to start.
+        devices: virtual CPU devices of each process; None leaves the devices as they are.
+
+    Returns:
+        0 when all ended with 0, else the first failure's code; 128 + n if signal n killed it.
+
+    Raises:
+        ValueError: the program is not there, or a number is below 1; nothing was started.
+
+    Example:
+        >>> import sys
+        >>> from shardwise._launch import launch
+        >>> launch([sys.executable, "-c", "import os; os.environ['SHARDWISE_PROCESS']"], 2)
+        0
+    """
+    program = _require_program(command)
+    _require_count("processes", processes)
+    if devices is not None:
+        _require_count("devices", devices)
+    asked: list[int] = []
+    output = _Output()
+    children: list[subprocess.Popen[bytes]] = []
+    pumps: list[threading.Thread] = []
+    with _signals_noted(asked):
+        try:
+            place = {"SHARDWISE_COORDINATOR": f"127.0.0.1:{_free_port()}"}
+            for index in range(processes):
+                child = _start(program, command, _environment(place, index, processes, devices))
+                children.append(child)
+                pumps += [
+                    threading.Thread(target=output.pump, args=(index, pipe, into), daemon=True)
+                    for pipe, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+                ]
+                for pump in pumps[-2:]:
+                    pump.start()
+            return _wait(children, asked, output)
+        finally:
+            for child in children:
+                _end(child)
+            for pump in pumps:
+                # A grandchild in a session of its own may hold the pipe open for ever.
+                pump.join(timeout=2)
+
+
+def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Output) -> int:
+    """Returns the exit code of the run, when all children have ended or had to be ended."""
+    code, deadline = 0, float("inf")
+    running = dict(enumerate(children))
+    while running and time.monotonic() < deadline:
+        while asked:
+            _signal_all(running.values(), signal.Signals(asked.pop(0)))
+        ended = {i: _end(child) for i, child in running.items() if _has_ended(child)}
+        running = {i: child for i, child in running.items() if i not in ended}
+        failed = {i: status for i, status in ended.items() if status}
+        if failed and not code:
+            # Several may have ended since the last look: the cause is named, not what followed.
+            index = min(failed, key=lambda i: failed[i] in _CONSEQUENCES)
+            status = failed[index]
+            code = 128 - status if status < 0 else status
+            output.say(f"process {index} {_how(status)}{_others(len(running))}")
+        elif output.closed and not code:
+            code = 128 + signal.SIGPIPE
+        if code and deadline == float("inf"):
+            _signal_all(running.values(), signal.SIGTERM)
+            deadline = time.monotonic() + GRACE_SECONDS
+        time.sleep(_POLL_SECONDS)
+    if running:
+        names = ", ".join(map(str, running))
+        output.say(f"process {names} did not end within {GRACE_SECONDS:.0f} s of SIGTERM: SIGKILL")
+    return code
+
+
+def _how(status: int) -> str:
+    if status > 0:
+        return f"exited with code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def _others(count: int) -> str:
+    return "" if not count else "; ending the other" + (f" {count}" if count > 1 else "")
+
+
+def _require_program(command: Sequence[str]) -> str:
+    if isinstance(command, str) or not command:
+        raise ValueError(
+            f"launch starts a program and its arguments, got {command!r}: "
+            f"give a list such as ['python', 'train.py']"
+        )
+    program = shutil.which(command[0])
+    if program is None:
+        raise ValueError(
+            f"the program {command[0]!r} is not on the path and is no file that can be run: "
+            f"a Python script is started as 'python {command[0]}'"
+        )
+    return program
+
+
+def _require_count(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"launch needs a whole number of {name}, at least 1, got {value!r}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _environment(
+    place: dict[str, str], index: int, processes: int, devices: int | None
+) -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
+    own = {"SHARDWISE_PROCESSES": str(processes), "SHARDWISE_PROCESS": str(index)}
+    if devices is not None:
+        own["SHARDWISE_DEVICES"] = str(devices)
+    return inherited | place | own | {"PYTHONUNBUFFERED": "1"}
+
+
+def _start(
+    program: str, command: Sequence[str], environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            list(command),
+            executable=program,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # A session of its own: Ctrl-C at a terminal reaches it once, through us.
+            start_new_session=True,
+            preexec_fn=_end_with_parent(),
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(f"{shlex.join(command)!r} could not be started: {error}") from error
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """Returns what asks the kernel, in the child, for SIGKILL when this process dies."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl, parent, pr_set_pdeathsig = ctypes.CDLL(None).prctl, os.getpid(), 1
+
+    def ask() -> None:
+        prctl(pr_set_pdeathsig, signal.SIGKILL)
+        # It may have died before it was asked for.
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return ask
+
+
+@contextlib.contextmanager
+def _signals_noted(asked: list[int]) -> Iterator[None]:
+    """Puts the signals to be forwarded into `asked`; one that is ignored (nohup) stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noted = [s for s in _FORWARDED if signal.getsignal(s) not in (signal.SIG_IGN, None)]
+    before = {s: signal.signal(s, lambda number, frame: asked.append(number)) for s in noted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_all(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for child in children:
+        _signal_group(child, number)
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
+
+
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    # Left unreaped, so that its number, which is its group's, cannot be given to another.
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _end(child: subprocess.Popen[bytes]) -> int:
+    """Returns the status of a child that is ended with all of its group, if it has not ended."""
+    if child.returncode is None:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+    return child.returncode
+
+
+class _Output:
+    """What all processes write, line by line, behind their indices."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        self._write(sys.stderr, f"shardwise: {text}\n".encode())
+
+    def pump(self, index: int, pipe: Any, into: TextIO) -> None:
+        """Copies one pipe, until it ends, in whole lines."""
+        held, shown = b"", time.monotonic()
+        with pipe:
+            while chunk := os.read(pipe.fileno(), 65536):
+                *lines, held = (held + chunk).split(b"\n")
+                now = time.monotonic()
+                if held and (
+                    len(held) > _LONGEST_LINE
+                    or (b"\r" in held and now - shown > _PROGRESS_SECONDS)
+                ):
+                    # A progress bar ends no line for hours: its state is shown now and then.
+                    lines, held, shown = [*lines, held], b"", now
+                self._lines(index, lines, into)
+        self._lines(index, [held] if held else [], into)
+
+    def _lines(self, index: int, lines: list[bytes], into: TextIO) -> None:
+        # What a terminal would show of a line: what stands after its last carriage return.
+        shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
+        self._write(into, b"".join(b"[%d] %s\n" % (index, line) for line in shown))
+
+    def _write(self, into: TextIO, data: bytes) -> None:
+        with self._lock:
+            try:
+                into.flush()
+                into.buffer.write(data)
+                into.flush()
+            except (BrokenPipeError, ValueError):
+                # The reader has left (`| head`). Python would complain of it again at exit.
+                self.closed = True
+                with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), into.fileno())

@@ -1,0 +1,206 @@
+"""Training: the state in its shards, and the step jitted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._batch import require_batch
+from ._layout import Layout
+from ._model import keyed_leaves, show_path
+from ._place import init, require_devices
+from ._recipe import Recipe
+from ._state import TrainState
+from ._step import Blueprint, blueprint
+
+
+def train_state(recipe: Recipe, layout: Layout) -> TrainState:
+    """Returns the state before the first step, initialised straight into its shards.
+
+    Args:
+        recipe: the recipe.
+        layout: the layout of its model, on a mesh of devices that are here; the optimizer's
+            state is laid out by `layout.for_optimizer`.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model; nothing was allocated.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from shardwise.examples import decoder
+        >>> recipe = sw.Recipe(model=decoder.make, loss=decoder.loss, optimizer=optax.adamw(1e-3),
+        ...                    batch=jax.ShapeDtypeStruct((16, 64), "int32"))
+        >>> layout = sw.layout(decoder.make, sw.mesh("data=8", on="cpu:8"), "fsdp")
+        >>> state = sw.train_state(recipe, layout)
+        >>> state.optimizer["0.mu.embed.embedding"].addressable_shards[0].data.shape
+        (1024, 512)
+    """
+    plan = blueprint(recipe, layout)
+    require_devices(plan.layout)
+    _, made = nnx.split(init(recipe.model, plan.layout))
+    model = {show_path(keys): array for keys, array in keyed_leaves(made)}
+
+    def begin(trained: dict[str, Any]) -> Any:
+        return (
+            plan.flat_optimizer(recipe.optimizer.init(plan.as_parameters(trained))),
+            # A copy: the step gives the buffers of both away.
+            {path: jnp.copy(trained[path]) for path in plan.shardings.ema},
+            jnp.zeros((), "int32"),
+        )
+
+    places = (plan.shardings.optimizer, plan.shardings.ema, plan.shardings.step)
+    trained = {path: model[path] for path in plan.trained}
+    optimizer, ema, step = jax.jit(begin, out_shardings=places)(trained)
+    return TrainState(step, model, optimizer, ema)
+
+
+class Step:
+    """A training step: `step(state, batch) -> (state, metrics)`. Made by `sw.train_step`.
+
+    The state that is given is used up: its buffers are those of the state that comes back.
+
+    Attributes:
+        plan: what the step is made of.
+        jitted: the step as `jax.jit` made it, for `lower` and `compile`.
+    """
+
+    def __init__(self, plan: Blueprint):
+        """Jits the step; nothing is compiled before the first call."""
+        require_devices(plan.layout)
+        self.plan = plan
+        self._put = Putter(plan)
+        replicated = NamedSharding(plan.layout.mesh, P())
+        self.jitted = jax.jit(
+            plan.step,
+            in_shardings=(plan.shardings, self._put.shardings),
+            out_shardings=(plan.shardings, replicated),
+            donate_argnums=0,
+        )
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the state after the step, and the metrics.
+
+        Raises:
+            ValueError: the batch is not the recipe's, or the state not of this recipe; nothing
+                was compiled or changed.
+        """
+        batch = self._put(batch)
+        try:
+            return self.jitted(state, batch)
+        except (TypeError, ValueError):
+            # JAX's own words for these name no leaf; it checks them anyway, so we look only now.
+            require_state(state, self.plan)
+            raise
+
+
+def train_step(recipe: Recipe, layout: Layout) -> Step:
+    """Returns the recipe's training step on this layout: `step(state, batch) -> (state, metrics)`.
+
+    `metrics["loss"]` is the loss before the update. The step is jitted once, with the layout's
+    shardings on both sides and the state's buffers reused. A batch may be host arrays (the whole
+    batch, or on many processes each one's own part), or arrays on devices.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model.
+
+    Example:
+        >>> import jax, numpy as np, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 1, rngs=nnx.Rngs(0))
+        >>> loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        >>> batch = {"x": np.ones((64, 16), "float32"), "y": np.ones((64, 1), "float32")}
+        >>> recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(0.01), batch=batch)
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+        >>> state, first = step(state, batch)
+        >>> state, second = step(state, batch)
+        >>> bool(second["loss"] < first["loss"]), int(state.step)
+        (True, 2)
+    """
+    return Step(blueprint(recipe, layout))
+
+
+class Putter:
+    """Places batches as the plan says: `put(batch)`."""
+
+    def __init__(self, plan: Blueprint):
+        """Works out what one process holds of a batch."""
+        self.planned = plan.batch
+        flat, self.treedef = jax.tree.flatten(self.planned)
+        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.planned)
+        self.many = jax.process_count() > 1
+        self.local = None
+        if self.many:
+            self.local = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(_local_shape(leaf), leaf.dtype), self.planned
+            )
+        self.expected = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in flat]
+
+    def __call__(self, batch: Any) -> Any:
+        """Returns the batch on its devices; host arrays are checked against the recipe first."""
+        flat, treedef = jax.tree.flatten(batch)
+        if treedef == self.treedef:
+            for x, (shape, dtype, sharding) in zip(flat, self.expected, strict=True):
+                if not isinstance(x, jax.Array) or x.sharding != sharding:
+                    break
+                if x.shape != shape or x.dtype != dtype:
+                    break
+            else:
+                return batch
+        require_batch(batch, self.planned, self.local)
+        placed = [
+            self._place(x, shape, sharding)
+            for x, (shape, _, sharding) in zip(flat, self.expected, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, placed)
+
+    def _place(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+        if not self.many or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(x, sharding)
+        x = np.asarray(x)
+        if x.shape == shape:
+            return jax.make_array_from_callback(shape, sharding, lambda index: x[index])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+def require_state(state: Any, plan: Blueprint) -> None:
+    """Refuses what is no state of this plan; the first differences are named."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"the state is a {type(state).__name__}: sw.train_state makes one")
+    wanted = dict(_named(plan.abstract))
+    got = dict(_named(state))
+    wrong = [f"{name} is missing" for name in wanted if name not in got]
+    wrong += [f"{name} is not the recipe's" for name in got if name not in wanted]
+    for name in wanted.keys() & got.keys():
+        want, have = wanted[name], got[name]
+        if tuple(have.shape) != want.shape or have.dtype != want.dtype:
+            wrong.append(
+                f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}"
+            )
+        elif getattr(have, "is_deleted", bool)():
+            wrong.append(f"{name} was used up by an earlier step")
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}{more}")
+
+
+def _named(state: TrainState) -> list[tuple[str, Any]]:
+    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+    rows = [(f"{part}:{path}", x) for part, tree in parts.items() for path, x in tree.items()]
+    return [("step", state.step), *rows]
+
+
+def _local_shape(leaf: Any) -> tuple[int, ...]:
+    """Returns the shape of the box that this process's devices hold of a leaf."""
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    sizes = []
+    for dim, size in enumerate(leaf.shape):
+        spans = {index[dim].indices(size)[:2] for index in indices}
+        sizes.append(sum(stop - start for start, stop in spans))
+    return tuple(sizes)
