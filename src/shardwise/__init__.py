@@ -3,6 +3,10 @@
 from ._attention import sequence_parallel_attention as sequence_parallel_attention
 from ._audit import audit as audit
 from ._check import check as check
+from ._checkpoints import CheckpointError as CheckpointError
+from ._checkpoints import Checkpoints as Checkpoints
+from ._data import Data as Data
+from ._data import data as data
 from ._diff import LayoutDiff as LayoutDiff
 from ._diff import diff as diff
 from ._events import Event as Event
@@ -21,6 +25,7 @@ from ._pipeline import Pipeline as Pipeline
 from ._pipeline import pipeline as pipeline
 from ._place import init as init
 from ._place import shard as shard
+from ._preflight import Preflight as Preflight
 from ._recipe import Recipe as Recipe
 from ._rules import by_rank as by_rank
 from ._rules import replicate as replicate

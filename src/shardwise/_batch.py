@@ -75,6 +75,15 @@ def require_batch(batch: Any, planned: Any, local: Any = None) -> None:
         raise ValueError(f"the batch is not the recipe's: {'; '.join(wrong)}")
 
 
+def local_spans(leaf: Any) -> list[tuple[tuple[int, int], ...]]:
+    """Returns, for each dim, the spans that this process's devices hold of a planned leaf."""
+    indices = list(leaf.sharding.addressable_devices_indices_map(leaf.shape).values())
+    return [
+        tuple(sorted({index[dim].indices(size)[:2] for index in indices}))
+        for dim, size in enumerate(leaf.shape)
+    ]
+
+
 def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
     given = recipe.batch_spec
     flat = treedef.flatten_up_to(recipe.batch)

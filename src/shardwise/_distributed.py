@@ -1,4 +1,4 @@
-"""Many processes: the same script on one process, on N of one machine, and on a cluster."""
+"""Many processes: the same script on one, on N of one machine, on a cluster; and which was lost."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import atexit
 import contextlib
 import ctypes
 import json
-import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -25,3 +25,556 @@ from jax._src import distributed as runtime
 
 LOST_EXIT_CODE = 75
 """The exit code of a process that ended because another one was lost."""
+
+MARGIN_SECONDS = 10.0
+"""Within `timeout_seconds` and this of a loss, every other process has named it and ended."""
+
+_GRACE_SECONDS = 3.0
+_REQUIRED = ("SHARDWISE_COORDINATOR", "SHARDWISE_PROCESSES", "SHARDWISE_PROCESS")
+_CLUSTERS = {
+    "SlurmCluster": "Slurm",
+    "OmpiCluster": "Open MPI",
+    "GkeTpuCluster": "Cloud TPU",
+    "GceTpuCluster": "Cloud TPU",
+    "K8sCluster": "Kubernetes",
+}
+# How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
+# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError.
+_AWAY = re.compile(
+    r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)", re.I | re.S
+)
+
+
+class LostProcess(RuntimeError):
+    """Another process was lost or failed, so that this one cannot go on.
+
+    Attributes:
+        processes: the indices of the processes that were lost.
+    """
+
+    def __init__(self, text: str, processes: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.processes = processes
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process among the processes of the run, and what said so.
+
+    Attributes:
+        index: this process, counted from 0.
+        count: how many there are.
+        found: what said so: "one process", "shardwise launch", "Slurm", "Open MPI", ...
+        coordinator: the address of process 0, where JAX's distributed runtime was started.
+    """
+
+    index: int
+    count: int
+    found: str
+    coordinator: str | None = None
+
+    @property
+    def local_devices(self) -> int:
+        """The number of devices of this process; the first reading starts the backend."""
+        return jax.local_device_count()
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all processes; the first reading starts the backend."""
+        return jax.device_count()
+
+    def __str__(self) -> str:
+        where = f"{self.found}, coordinator {self.coordinator}" if self.coordinator else self.found
+        here = f"{self.local_devices} of {self.devices} {jax.default_backend()} devices"
+        return f"process {self.index} of {self.count} ({where}): {here}"
+
+
+def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> Processes:
+    """Returns this process's place among all of them, having started JAX's runtime if need be.
+
+    Call it before anything else of JAX. The same script then runs on one process, on those that
+    `shardwise launch` starts, and on a cluster that JAX detects (Slurm, Open MPI, Kubernetes,
+    Cloud TPU). A second call returns the same. When another process dies or falls silent, this
+    one says which on stderr and ends, with code 75, within `timeout_seconds` and 10 more.
+
+    Args:
+        timeout_seconds: how long until a silent process is taken for dead.
+        start_seconds: how long to wait for all processes to come.
+
+    Raises:
+        ValueError: a backend has started already, the environment contradicts itself, or the
+            coordinator cannot be reached.
+
+    Example:
+        >>> import shardwise as sw
+        >>> here = sw.distributed()
+        >>> here.index, here.count, here.found
+        (0, 1, 'one process')
+    """
+    for name, value in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
+        if not (math.isfinite(value) and value >= 1):
+            raise ValueError(f"{name} is {value!r}, and must be a number of seconds, at least 1")
+    if _WATCHES:
+        return _WATCHES[0].processes
+    if jax.distributed.is_initialized():
+        state = runtime.global_state
+        processes = Processes(
+            state.process_id,
+            state.num_processes,
+            "jax.distributed.initialize",
+            state.coordinator_address,
+        )
+    elif any(name in os.environ for name in _REQUIRED):
+        processes = _launched()
+    else:
+        processes = _in_cluster()
+    if processes.count == 1:
+        return replace(processes, coordinator=None)
+    watch = _Watch(processes, timeout_seconds)
+    if not jax.distributed.is_initialized():
+        _require_no_backend()
+        # JAX ends the process in C++ where the others do not come: that must be explained too.
+        watch.guard(f"not all {processes.count} came within {start_seconds:g} s")
+        _initialize(processes, timeout_seconds, start_seconds)
+        address = runtime.global_state.coordinator_address
+        watch.processes = replace(processes, coordinator=address)
+    watch.begin()
+    _WATCHES.append(watch)
+    return watch.processes
+
+
+def lost_processes(wait_seconds: float = 0) -> list[int]:
+    """Returns the indices of the processes that are lost; waits so long for the first of them.
+
+    Example:
+        >>> from shardwise._distributed import lost_processes
+        >>> lost_processes()
+        []
+    """
+    loss = _WATCHES[0].find(wait_seconds) if _WATCHES else None
+    return list(loss.lost) if loss else []
+
+
+@contextlib.contextmanager
+def naming_lost_process(during: str = "") -> Iterator[None]:
+    """Returns a context in which XLA's error about a lost process names that process.
+
+    Args:
+        during: what goes on inside, such as "step 12".
+
+    Raises:
+        LostProcess: a collective failed because another process is lost.
+
+    Example:
+        >>> from shardwise._distributed import naming_lost_process
+        >>> with naming_lost_process("step 12"):
+        ...     pass
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        loss = _WATCHES[0].find_for(error) if _WATCHES else None
+        if loss is None:
+            raise
+        text = _WATCHES[0].settle(loss, during, str(error).splitlines()[0])
+        raise LostProcess(text, loss.lost) from error
+
+
+def _launched() -> Processes:
+    """Returns the place that `shardwise launch` gave to this process, with its devices set."""
+    missing = [name for name in _REQUIRED if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{' and '.join(missing)} not set, though {' and '.join(set(_REQUIRED) - set(missing))} "
+            f"is: shardwise launch sets all of {', '.join(_REQUIRED)}"
+        )
+    address = os.environ["SHARDWISE_COORDINATOR"]
+    if not re.fullmatch(r".+:\d+", address):
+        raise ValueError(f"SHARDWISE_COORDINATOR is {address!r}, and must be host:port")
+    count, index = (_whole(name, least) for name, least in zip(_REQUIRED[1:], (1, 0), strict=True))
+    if index >= count:
+        raise ValueError(
+            f"SHARDWISE_PROCESS is {index}, and must be below SHARDWISE_PROCESSES, which is {count}"
+        )
+    if "SHARDWISE_DEVICES" in os.environ:
+        devices = _whole("SHARDWISE_DEVICES", 1)
+        if jax.config.values["jax_num_cpu_devices"] != devices:
+            _require_no_backend()
+            jax.config.update("jax_num_cpu_devices", devices)
+        if not os.environ.get("JAX_PLATFORMS") and not xla_bridge.backends_are_initialized():
+            jax.config.update("jax_platforms", "cpu")
+    return Processes(index, count, "shardwise launch", address)
+
+
+def _whole(name: str, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name} is {text!r}, and must be a whole number, at least {least}")
+    return int(text)
+
+
+def _in_cluster() -> Processes:
+    """Returns the place in the cluster that JAX would detect; its own list is the one asked."""
+    with warnings.catch_warnings():
+        if "JOB_COMPLETION_INDEX" not in os.environ:
+            # JAX warns in every pod without the kubernetes package, also where it is no job's.
+            warnings.simplefilter("ignore")
+        try:
+            kinds = [c for c in clusters.ClusterEnv._cluster_types if not c.opt_in_only_method]
+            kind = next((c for c in kinds if c.is_env_present()), None)
+            if kind is not None:
+                name = _CLUSTERS.get(kind.__name__, kind.__name__)
+                # The shell of an salloc is a step of one task, whatever the job's tasks.
+                alone = name == "Slurm" and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+                count = 1 if alone else kind.get_process_count()
+                return Processes(kind.get_process_id() if count > 1 else 0, count, name)
+        except Exception as error:
+            raise ValueError(f"JAX found a cluster and could not read it: {error}") from error
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "1") != "1":
+            raise ValueError(
+                f"{name} is {os.environ[name]}, but JAX {jax.__version__} detects no cluster here, "
+                f"and each process would run alone: start them with srun or shardwise launch"
+            )
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS is {address}, but no cluster is detected that tells how many "
+            f"processes there are: set {', '.join(_REQUIRED)} instead"
+        )
+    return Processes(0, 1, "one process")
+
+
+def _require_no_backend() -> None:
+    if xla_bridge.backends_are_initialized():
+        raise ValueError(
+            "a JAX backend has started, so processes can no longer be joined: call "
+            "sw.distributed() first, before any array is made or jax.devices() is asked"
+        )
+
+
+def _initialize(processes: Processes, timeout_seconds: float, start_seconds: float) -> None:
+    if jax.config.values["jax_cpu_collectives_implementation"] is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    arguments: dict[str, Any] = {
+        "heartbeat_timeout_seconds": math.ceil(timeout_seconds),
+        "initialization_timeout": math.ceil(start_seconds),
+    }
+    if address := processes.coordinator:
+        _require_address(processes, address, start_seconds)
+        given = "JAX_LOCAL_DEVICE_IDS" in os.environ or "SHARDWISE_DEVICES" in os.environ
+        arguments |= {
+            "coordinator_address": address,
+            # All is known: another cluster's variables around the launcher must not mix in.
+            "cluster_detection_method": "deactivate",
+            "num_processes": processes.count,
+            "process_id": processes.index,
+            # JAX would listen on every interface of this machine.
+            "coordinator_bind_address": address if address.startswith("127.0.0.1:") else None,
+            # One accelerator to a process, as JAX itself has it under Slurm and Open MPI.
+            "local_device_ids": None if given else [processes.index],
+        }
+    try:
+        jax.distributed.initialize(**arguments)
+    except Exception as error:
+        raise ValueError(
+            f"process {processes.index} of {processes.count} ({processes.found}) could not start "
+            f"JAX's distributed runtime: {error}"
+        ) from error
+
+
+def _require_address(processes: Processes, address: str, start_seconds: float) -> None:
+    """Checks what JAX would answer with the end of the process: a port in use, a host away."""
+    host, _, port = address.rpartition(":")
+    if processes.index == 0:
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1" if host == "127.0.0.1" else "", int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"process 0 cannot listen on port {port} of {address}: {error}"
+            ) from error
+        return
+    deadline = time.monotonic() + start_seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"process {processes.index} of {processes.count} could not reach the "
+                    f"coordinator, process 0 at {address}, within {start_seconds:g} s: {error}"
+                ) from error
+        time.sleep(0.1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Which processes are lost, in what way ("was lost", "failed"), and what is known of it."""
+
+    lost: tuple[int, ...]
+    verb: str
+    why: str
+
+
+class _Watch:
+    """What this process knows of the others: who they are, when each was heard of, who is lost.
+
+    JAX's own heartbeats, sent from C++, decide who is dead. Those here, through the key-value
+    store of the coordinator, only find out the name in time: JAX tells it to C++ alone, and ends
+    the process.
+    """
+
+    def __init__(self, processes: Processes, timeout_seconds: float) -> None:
+        self.processes = processes
+        self._timeout = timeout_seconds
+        # All beats meet at process 0: a thousand processes must not drown it.
+        self._interval = max(min(timeout_seconds / 10, 1.0), processes.count / 500)
+        self._pid = os.getpid()
+        self._starting = ""
+        self._peers: dict[int, tuple[str, int, str]] = {}
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._quiet: tuple[int, ...] = ()
+        self._answered = time.monotonic()
+        self._leaving = False
+        self._raised = False
+        self._loss: _Loss | None = None
+        self._named = False
+        self._naming = threading.RLock()
+
+    def guard(self, starting: str = "") -> None:
+        """Installs the last words of this process: JAX calls abort() when a process is lost."""
+        self._starting = starting
+        if os.name != "posix":
+            return
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        # Python's own handlers wait for the main thread, and abort() does not wait for them.
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._last_words)
+        self._libc = libc
+        self._before = libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+
+    def begin(self) -> None:
+        """Tells the others who this process is, and starts to listen to them."""
+        if not hasattr(self, "_handler"):
+            self.guard()
+        self._starting = ""
+        who = json.dumps([socket.gethostname(), os.getpid(), _pid_space()])
+        _store().key_value_set(f"shardwise/process/{self.processes.index}", who)
+        atexit.register(self._leave)
+        threading.Thread(target=self._run, name="shardwise-watch", daemon=True).start()
+
+    def find_for(self, error: Any) -> _Loss | None:
+        """Returns the loss behind an error of XLA, or None where it speaks of something else."""
+        return self.find(self._timeout) if _AWAY.match(str(error)) else None
+
+    def find(self, wait_seconds: float) -> _Loss | None:
+        """Returns what is lost, as soon as it is known."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                loss = self._look(quiet_seconds=5 * self._interval)
+            except jax.errors.JaxRuntimeError as error:
+                loss = _Loss((0,), "was lost", f"its coordinator does not answer: {error}")
+            if loss or time.monotonic() >= deadline:
+                return loss
+            time.sleep(self._interval / 4)
+
+    def settle(self, loss: _Loss, during: str, error: str = "") -> str:
+        """Returns the text that names the loss, of which all others now know too."""
+        self._raised, self._loss = True, loss
+        self._publish(loss)
+        return self._words(loss, during, error)
+
+    def _words(self, loss: _Loss, during: str = "", error: str = "") -> str:
+        names = []
+        for index in loss.lost:
+            host, pid, _ = self._peers.get(index, ("", 0, ""))
+            where = f" (pid {pid} on host {host})" if host else ""
+            names.append(f"process {index} of {self.processes.count}{where}")
+        known = "; ".join(filter(None, (loss.why, error)))
+        return (
+            f"{', '.join(names)} {loss.verb}{during and ' during ' + during}: {known}. "
+            f"Resume from the last checkpoint."
+        )
+
+    def _publish(self, loss: _Loss) -> None:
+        # The store may be gone with process 0: then JAX ends all the others by itself.
+        with contextlib.suppress(Exception):
+            key = f"shardwise/notice/{self.processes.index}"
+            _store().key_value_set(key, json.dumps(asdict(loss)), True)
+
+    def _run(self) -> None:
+        beat = 0
+        while jax.distributed.is_initialized():
+            loss = None
+            # An error of the store is the coordinator's loss: JAX ends the process for that.
+            with contextlib.suppress(Exception):
+                if not self._leaving:
+                    beat += 1
+                    _store().key_value_set(
+                        f"shardwise/beat/{self.processes.index}", str(beat), True
+                    )
+                loss = self._look(quiet_seconds=None)
+                self._answered = time.monotonic()
+            if loss and not self._raised:
+                self._say(loss)
+                # The main thread may have the same news, and an end of its own to bring about.
+                time.sleep(_GRACE_SECONDS)
+                if not self._raised:
+                    self._end(LOST_EXIT_CODE)
+            time.sleep(self._interval)
+
+    def _look(self, quiet_seconds: float | None) -> _Loss | None:
+        """Returns what is lost at present; silence counts after `quiet_seconds`, if ever."""
+        store = _store()
+        if len(self._peers) < self.processes.count:
+            for key, who in store.key_value_dir_get("shardwise/process/"):
+                self._peers[_last(key)] = tuple(json.loads(who))
+        # Before the notices: who leaves because of a loss writes its notice first.
+        gone = self._gone_from_here()
+        if quiet_seconds is not None or self.processes.index == 0 or gone:
+            self._count_beats(store)
+        if self.processes.index == 0:
+            quiet = self._silent_for(self._timeout / 2)
+            if quiet != self._quiet:
+                store.key_value_set("shardwise/notice/quiet", json.dumps(quiet), True)
+                self._quiet = quiet
+        notices = dict(store.key_value_dir_get("shardwise/notice/"))
+        self._quiet = tuple(json.loads(notices.pop("shardwise/notice/quiet", "[]")))
+        for notice in map(json.loads, notices.values()):
+            # It may be about this process, which another one took for lost.
+            if self.processes.index not in notice["lost"]:
+                return _Loss(tuple(notice["lost"]), notice["verb"], notice["why"])
+        gone = tuple(i for i in gone if self._heard.get(i, ("", 0))[0] != "done")
+        if gone:
+            return _Loss(gone, "was lost", "its process is gone from this host")
+        silent = self._silent_for(quiet_seconds) if quiet_seconds is not None else ()
+        return _Loss(silent, "was lost", "nothing is heard of it") if silent else None
+
+    def _gone_from_here(self) -> tuple[int, ...]:
+        space = _pid_space()
+        return tuple(i for i, (_, pid, at) in self._peers.items() if at == space and _gone(pid))
+
+    def _count_beats(self, store: Any) -> None:
+        now = time.monotonic()
+        for key, beat in store.key_value_dir_get("shardwise/beat/"):
+            if self._heard.get(_last(key), ("", 0))[0] != beat:
+                self._heard[_last(key)] = (beat, now)
+
+    def _silent_for(self, seconds: float) -> tuple[int, ...]:
+        now = time.monotonic()
+        others = ((i, *heard) for i, heard in self._heard.items() if i != self.processes.index)
+        return tuple(i for i, beat, at in others if beat != "done" and now - at > seconds)
+
+    def _say(self, loss: _Loss) -> None:
+        """Writes the loss to stderr, once, past all of Python's buffers."""
+        with self._naming:
+            if not self._named:
+                me = f"Process {self.processes.index} ends with code {LOST_EXIT_CODE}."
+                os.write(2, f"shardwise: {self._words(loss)} {me}\n".encode())
+                self._named, self._loss = True, loss
+
+    def _end(self, code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+    def _leave(self) -> None:
+        """Ends this process if it failed, ahead of JAX, which would wait for the others first."""
+        self._leaving = True
+        error: Any = getattr(sys, "last_value", None)
+        if not jax.distributed.is_initialized() or os.getpid() != self._pid:
+            return
+        if error is None and not self._raised:
+            with contextlib.suppress(Exception):
+                _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
+            return
+        code = LOST_EXIT_CODE
+        if not self._raised:
+            loss = self.find_for(error)
+            if loss is None:
+                code = 1
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                loss = _Loss((self.processes.index,), "failed", text)
+            else:
+                self._say(loss)
+            self.settle(loss, "")
+        if self.processes.index == 0:
+            # With it goes the store, and JAX would end the others before they have read why.
+            time.sleep(2 * self._interval + 0.5)
+        self._end(code)
+
+    def _last_words(self, number: int) -> None:
+        """Names the loss for which JAX called abort(); any other abort() goes its own way."""
+        me, loss = self.processes.index, self._loss
+        if os.getpid() == self._pid:
+            if self._starting:
+                os.write(2, f"shardwise: process {me} ends: {self._starting}.\n".encode())
+                os._exit(LOST_EXIT_CODE)
+            # All end at once, so that who is gone by now need not be who was lost: that is last.
+            if loss is None and (quiet := tuple(i for i in self._quiet if i != me)):
+                loss = _Loss(quiet, "was lost", f"nothing was heard of it for {self._timeout:g} s")
+            if loss is None and me and self._coordinator_is_away():
+                loss = _Loss((0,), "was lost", "it is the coordinator, and does not answer")
+            if loss is None and (gone := self._gone_from_here()):
+                loss = _Loss(gone, "was lost", "its process is gone from this host")
+        if loss:
+            self._say(loss)
+            os._exit(LOST_EXIT_CODE)
+        # abort() goes on after this; what stood here before, such as faulthandler, comes first.
+        self._libc.signal(signal.SIGABRT, self._before)
+        getattr(self._libc, "raise")(signal.SIGABRT)
+
+    def _coordinator_is_away(self) -> bool:
+        if time.monotonic() - self._answered > self._timeout / 2:
+            return True
+        host, _, port = (self.processes.coordinator or ":0").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+        except OSError:
+            return True
+        return False
+
+
+# JAX's runtime exists once in a process and cannot be left: so does what watches it.
+_WATCHES: list[_Watch] = []
+
+
+def _store() -> Any:
+    return runtime.global_state.client
+
+
+def _last(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+def _pid_space() -> str:
+    """Returns what two processes have in common when each can see the other's pid."""
+    space = socket.gethostname()
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+        space += f" {boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return space
+
+
+def _gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            # What is killed stays as a zombie until its parent asks for its exit code.
+            return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except FileNotFoundError:
+        return os.path.isdir("/proc/self") or not _answers(pid)
+    except OSError:
+        return False
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -230,8 +230,7 @@ def _end(child: subprocess.Popen[bytes]) -> int:
     """Returns the status of a child that is ended with all of its group, if it has not ended."""
     if child.returncode is None:
         _signal_group(child, signal.SIGKILL)
-        child.wait()
-    return child.returncode
+    return child.wait()
 
 
 class _Output:
@@ -252,8 +251,7 @@ class _Output:
                 *lines, held = (held + chunk).split(b"\n")
                 now = time.monotonic()
                 if held and (
-                    len(held) > _LONGEST_LINE
-                    or (b"\r" in held and now - shown > _PROGRESS_SECONDS)
+                    len(held) > _LONGEST_LINE or (b"\r" in held and now - shown > _PROGRESS_SECONDS)
                 ):
                     # A progress bar ends no line for hours: its state is shown now and then.
                     lines, held, shown = [*lines, held], b"", now

@@ -144,7 +144,11 @@ class Layout:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the layout as a lockfile: JSON that is stable and easy to review."""
-        _lockfile.write(path, self.mesh, self.leaves, self.dead_patterns)
+        _lockfile.write(path, self.lockfile())
+
+    def lockfile(self) -> str:
+        """Returns the text that `save` writes."""
+        return _lockfile.text(self.mesh, self.leaves, self.dead_patterns)
 
     def __str__(self) -> str:
         """Returns a table: path, shape, spec, shard, bytes per device, copies."""

@@ -24,13 +24,10 @@ FORMAT = 1
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def write(
-    path: str | os.PathLike[str],
-    mesh: AnyMesh,
-    leaves: Sequence[Leaf],
-    dead_patterns: Sequence[tuple[str, str]],
-) -> None:
-    """Writes a lockfile, whole or not at all."""
+def text(
+    mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[str, str]]
+) -> str:
+    """Returns a lockfile's text."""
     head = {
         "format": FORMAT,
         "versions": {name: metadata.version(name) for name in ("shardwise", "jax", "flax")},
@@ -42,7 +39,11 @@ def write(
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]
-    text = "\n".join(["{", *lines, '  "leaves": [', ",\n".join(rows), "  ]", "}", ""])
+    return "\n".join(["{", *lines, '  "leaves": [', ",\n".join(rows), "  ]", "}", ""])
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a lockfile, whole or not at all."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -150,8 +151,16 @@ def _keys(path: str) -> tuple[Any, ...]:
 def _dtype(name: str) -> Any:
     if not name.startswith("key<"):
         return jnp.dtype(name)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=key_impl(name))).dtype
+
+
+def key_impl(name: str) -> str:
+    """Returns the implementation of random keys whose dtype has this name.
+
+    Raises:
+        ValueError: this version of JAX has none.
+    """
     for impl in _KEY_IMPLS:
-        dtype = jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype
-        if str(dtype) == name:
-            return dtype
+        if str(jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype) == name:
+            return impl
     raise ValueError(f"dtype {name!r} is not known to this version of JAX")

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._batch import require_batch
+from ._batch import local_spans, require_batch
 from ._layout import Layout
 from ._model import keyed_leaves, show_path
 from ._place import init, require_devices
@@ -197,10 +197,4 @@ def _named(state: TrainState) -> list[tuple[str, Any]]:
 
 
 def _local_shape(leaf: Any) -> tuple[int, ...]:
-    """Returns the shape of the box that this process's devices hold of a leaf."""
-    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
-    sizes = []
-    for dim, size in enumerate(leaf.shape):
-        spans = {index[dim].indices(size)[:2] for index in indices}
-        sizes.append(sum(stop - start for start, stop in spans))
-    return tuple(sizes)
+    return tuple(sum(stop - start for start, stop in spans) for spans in local_spans(leaf))

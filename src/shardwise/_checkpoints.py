@@ -1,0 +1,351 @@
+"""Checkpoints of a run: saved in the background, restored onto any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ._digest import digests
+from ._findings import Allow
+from ._layout import Layout
+from ._lockfile import key_impl
+from ._mesh import show_mesh
+from ._place import require_devices
+from ._preflight import Preflight, array_rows, flight_check, named_arrays
+from ._recipe import Recipe
+from ._state import TrainState
+from ._step import Blueprint, blueprint
+
+if TYPE_CHECKING:
+    from ._orbax import Writer
+
+FORMAT = 1
+_ABOUT, _LAYOUT = "about/about.json", "about/layout.json"
+_PARTS = ("state/_METADATA", "state/manifest.ocdbt", _ABOUT)
+_DELETED = ".deleted-"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written or read; other steps are as they were."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory, one numbered directory for each step.
+
+    A step appears when all of it is written, and not before; every process writes and reads its
+    own shards. Each array's digest is saved with it and compared on restoring.
+
+    Example:
+        >>> import tempfile, jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.adam(0.1), batch=jax.ShapeDtypeStruct((8, 16), "float32"))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> checkpoints = sw.Checkpoints(tempfile.mkdtemp(), keep=2)
+        >>> checkpoints.save(0, sw.train_state(recipe, layout))
+        >>> checkpoints.wait()
+        >>> other = sw.layout(make, sw.mesh("data=4", on="cpu:4"), sw.fsdp("data", min_bytes=0))
+        >>> state = checkpoints.restore(recipe, other)
+        >>> state.model["kernel"].sharding.spec
+        PartitionSpec(None, 'data')
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        minutes: float | None = None,
+    ):
+        """Names the directory; nothing is made before the first save.
+
+        Args:
+            directory: where the run's checkpoints are.
+            keep: how many of the newest steps are kept; None for all.
+            every: `sw.fit` saves after so many steps,
+            minutes: or after so many minutes, or both; without either, at its end only.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep} would keep no checkpoint: give 1 or more, or None")
+        if every is not None and every < 1:
+            raise ValueError(f"every={every} is no number of steps: give 1 or more")
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"minutes={minutes} is no time: give a positive number")
+        self.directory = Path(directory).absolute()
+        self.keep, self.every, self.minutes = keep, every, minutes
+        self._writer: Writer | None = None
+        self._saving: int | None = None
+
+    def save(
+        self, step: int, state: TrainState, *, position: int = 0, layout: Layout | None = None
+    ) -> None:
+        """Begins to save a step, and returns as soon as the state may be used up.
+
+        Args:
+            step: its number; each is written once.
+            state: the state.
+            position: how many samples were read until now.
+            layout: the model's layout, whose lockfile is saved too, as `about/layout.json`.
+
+        Raises:
+            CheckpointError: this save cannot be begun, or the one before it failed.
+        """
+        self.wait()
+        target = self.directory / str(step)
+        if target.exists():
+            raise CheckpointError(
+                f"{self.directory} has step {step} already: each step is saved once"
+            )
+        rows = array_rows(state)
+        mesh = state.step.sharding.mesh
+        arrays = _on_disk(state)
+        sums = digests(named_arrays(arrays))
+        about = {
+            "format": FORMAT,
+            "step": int(step),
+            "position": int(position),
+            "mesh": show_mesh(mesh),
+            "processes": jax.process_count(),
+            "devices": f"{mesh.size} {mesh.devices.flat[0].device_kind}",
+            "bytes": sum(_bytes(x) for x in jax.tree.leaves(arrays)),
+            "saved_at": time.time(),
+            "jax": jax.__version__,
+        }
+
+        def about_text() -> str:
+            for name, value in sums.items():
+                rows[name]["digest"] = int(np.asarray(value))
+            return json.dumps({**about, "arrays": rows}, indent=1)
+
+        files: dict[str, Callable[[], str]] = {Path(_ABOUT).name: about_text}
+        if layout is not None:
+            files[Path(_LAYOUT).name] = layout.lockfile
+        with self._explained(f"step {step} could not be saved to {self.directory}"):
+            self._open().save(target, _tree(arrays), files)
+        self._saving = step
+
+    def wait(self) -> None:
+        """Returns when the save that is under way is committed.
+
+        Raises:
+            CheckpointError: it failed; the steps before it are untouched.
+        """
+        if self._writer is None or self._saving is None:
+            return
+        step, self._saving = self._saving, None
+        with self._explained(f"step {step} could not be saved to {self.directory}"):
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Waits, and ends the threads that save; the next save begins anew."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+    def steps(self) -> list[int]:
+        """Returns the steps that are there, committed, in order."""
+        if not self.directory.is_dir():
+            return []
+        found = (p for p in self.directory.iterdir() if p.name.isdecimal())
+        return sorted(int(p.name) for p in found if (p / _ABOUT).is_file())
+
+    def about(self, step: int | None = None) -> dict[str, Any]:
+        """Returns what a step says of itself: its mesh, bytes, position and arrays.
+
+        Raises:
+            CheckpointError: the step is not there, or a file of it is missing or damaged.
+        """
+        step = self._pick(step)
+        place = self.directory / str(step)
+        missing = [part for part in _PARTS if not (place / part).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"step {step} in {self.directory} is damaged: its file {missing[0]} is missing"
+                f"{self._others(step)}"
+            )
+        try:
+            about = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
+            known = about["format"] == FORMAT and isinstance(about["arrays"], dict)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"step {step} in {self.directory} is damaged: its file {_ABOUT} cannot be read "
+                f"({error}){self._others(step)}"
+            ) from error
+        if not known:
+            raise CheckpointError(
+                f"step {step} in {self.directory} is of format {about['format']}, this version "
+                f"reads {FORMAT}"
+            )
+        return about
+
+    def preflight(
+        self, recipe: Recipe, layout: Layout, *, step: int | None = None, allow: Allow | None = None
+    ) -> Preflight:
+        """Returns what restoring would find, from metadata alone; no array is read.
+
+        Args:
+            recipe: the recipe to go on with.
+            layout: the layout to restore onto, on devices that are here or not.
+            step: the step; the newest without.
+            allow: findings that are meant, by code and path pattern.
+        """
+        return flight_check(blueprint(recipe, layout), self.about(step), allow=allow)
+
+    def restore(self, recipe: Recipe, layout: Layout, *, step: int | None = None) -> TrainState:
+        """Returns the state of a step, read straight into this layout's shards.
+
+        Args:
+            recipe: the recipe to go on with.
+            layout: any layout of its model on any mesh of devices that are here; each process
+                reads only what its devices hold.
+            step: the step; the newest without.
+
+        Raises:
+            LayoutError: the checkpoint is not of this recipe; no array was read.
+            CheckpointError: there is none, or it is damaged.
+        """
+        plan = blueprint(recipe, layout)
+        require_devices(plan.layout)
+        step = self._pick(step)
+        about = self.about(step)
+        flight_check(plan, about).findings.raise_if_errors()
+        told = f"step {step} in {self.directory} could not be restored"
+        with self._explained(told, self._others(step)):
+            from ._orbax import read_arrays
+
+            stored = _on_disk(plan.abstract)
+            read = read_arrays(self.directory / str(step) / "state", _tree(stored))
+        arrays = _from_tree(read)
+        saved = {name: row["digest"] for name, row in about["arrays"].items()}
+        found = digests(named_arrays(arrays))
+        wrong = [name for name, sum_ in found.items() if int(np.asarray(sum_)) != saved[name]]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise CheckpointError(
+                f"step {step} in {self.directory} is damaged: what was read of {wrong[0]}{more} "
+                f"is not what was saved{self._others(step)}"
+            )
+        return _in_memory(arrays, plan)
+
+    def _open(self) -> Writer:
+        if self._writer is None:
+            from ._orbax import Writer
+
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                self._sweep()
+            self._writer = Writer(self._prune)
+        return self._writer
+
+    def _sweep(self) -> None:
+        """Removes what a process that was killed left half written or half deleted."""
+        for path in self.directory.iterdir():
+            if path.name.startswith(_DELETED) or ".orbax-checkpoint-tmp" in path.name:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self) -> None:
+        if self.keep is None or jax.process_index() != 0:
+            return
+        for step in self.steps()[: -self.keep]:
+            # Renamed first: a process that is killed here leaves no step that is half there.
+            gone = self.directory / f"{_DELETED}{step}"
+            with contextlib.suppress(OSError):
+                (self.directory / str(step)).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _pick(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None and steps:
+            return steps[-1]
+        if step in steps:
+            assert step is not None
+            return step
+        if step is not None and steps:
+            raise CheckpointError(
+                f"{self.directory} has no step {step}: it has {', '.join(map(str, steps))}"
+            )
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} does not exist, so it has no checkpoints")
+        names = sorted(path.name for path in self.directory.iterdir())
+        holds = f"it holds {', '.join(names[:5])}" if names else "it is empty"
+        raise CheckpointError(f"{self.directory} has no checkpoints: {holds}")
+
+    def _others(self, step: int) -> str:
+        rest = [s for s in self.steps() if s != step]
+        return f"; other steps there: {', '.join(map(str, rest))}" if rest else ""
+
+    @contextlib.contextmanager
+    def _explained(self, told: str, others: str = "") -> Iterator[None]:
+        """Turns what Orbax, TensorStore or the file system raise into one sentence."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    known = {
+        "No space left": "the disk is full",
+        "Read-only file system": "the file system is read-only",
+        "Permission denied": "permission denied",
+        "Not a directory": "a part of the path is a file",
+        "File exists": "a part of the path is a file",
+    }
+    for sign, words in known.items():
+        if sign in text:
+            return words
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _on_disk(state: TrainState) -> TrainState:
+    """Returns the state with random keys as the numbers that they are, live or abstract."""
+
+    def one(x: Any) -> Any:
+        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        if isinstance(x, jax.Array):
+            return jax.random.key_data(x)
+        data = jax.eval_shape(jax.random.key_data, x)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+    return jax.tree.map(one, state)
+
+
+def _in_memory(state: TrainState, plan: Blueprint) -> TrainState:
+    def one(x: Any, like: Any) -> Any:
+        if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return x
+        keys = jax.random.wrap_key_data(x, impl=key_impl(str(like.dtype)))
+        return jax.device_put(keys, like.sharding)
+
+    return jax.tree.map(one, state, plan.abstract)
+
+
+def _tree(state: TrainState) -> dict[str, Any]:
+    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+    return {"step": state.step, **{name: part for name, part in parts.items() if part}}
+
+
+def _from_tree(tree: dict[str, Any]) -> TrainState:
+    parts = [tree.get(name, {}) for name in ("model", "optimizer", "ema")]
+    return TrainState(tree["step"], *parts)
+
+
+def _bytes(x: Any) -> int:
+    return x.size * x.dtype.itemsize

@@ -1,0 +1,263 @@
+"""Data: Grain pipelines whose order depends on the seed alone, each process reading its part."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._batch import local_spans
+from ._layout import Layout
+from ._recipe import Recipe
+from ._step import Blueprint, blueprint
+from ._train import Putter
+
+
+def data(
+    source: Any,
+    *,
+    length: int | None = None,
+    dtype: Any = None,
+    shuffle: bool = True,
+    seed: int = 0,
+    epochs: int | None = None,
+    transform: Callable[[Any], Any] | None = None,
+    prefetch: int = 2,
+) -> Data:
+    """Returns samples to train on, in an order that depends on the seed alone.
+
+    Whatever the mesh and the number of processes, batch b has the same samples in the same
+    places; each process reads only those that its devices hold. Each epoch has an order of its
+    own, and batches go on over the end of one.
+
+    Args:
+        source: a file of tokens (`.npy`, or raw numbers with `dtype`); an array, or a pytree of
+            arrays with as many rows; or anything with `len` and `[i]`, such as a Grain
+            `MapDataset` or a source of Grain's.
+        length: cuts tokens into samples of so many, without overlap, as int32; for a file, or
+            an array of one dim.
+        dtype: the dtype of a raw file of tokens.
+        shuffle: whether samples are shuffled.
+        seed: the order's seed.
+        epochs: how often each sample is seen; without end if None.
+        transform: applied to each sample after it is read.
+        prefetch: how many batches are read ahead.
+
+    Raises:
+        ValueError: the source is none of these, or has no sample.
+
+    Example:
+        >>> import numpy as np, shardwise as sw
+        >>> tokens = sw.data(np.arange(1000), length=10)
+        >>> len(tokens)
+        100
+    """
+    if prefetch < 1:
+        raise ValueError(f"prefetch={prefetch} would never read a batch: give 1 or more")
+    samples = _samples(source, length, dtype)
+    if len(samples) < 1:
+        raise ValueError("the data has no sample")
+    return Data(samples, shuffle, seed, epochs, transform, prefetch)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Data:
+    """Samples and their order. Made by `sw.data`; `len` is the number of samples."""
+
+    samples: Any
+    shuffle: bool
+    seed: int
+    epochs: int | None
+    transform: Callable[[Any], Any] | None
+    prefetch: int
+
+    def __len__(self) -> int:
+        """Returns the number of samples in one epoch."""
+        return len(self.samples)
+
+    def batches(self, recipe: Recipe, layout: Layout, *, position: int = 0) -> Batches:
+        """Returns an iterator over global batches, placed as the layout says.
+
+        Args:
+            recipe: says what one batch is.
+            layout: says how it is split, and over which processes.
+            position: how many samples were read before.
+        """
+        return self.on(blueprint(recipe, layout), position=position)
+
+    def on(self, plan: Blueprint, *, position: int = 0) -> Batches:
+        """Returns the same for a plan that is made already."""
+        return Batches(self, plan, position)
+
+
+class Batches(Iterator[Any]):
+    """An iterator over global batches.
+
+    Attributes:
+        position: how many samples the batches that were taken had; saved in checkpoints.
+    """
+
+    def __init__(self, given: Data, plan: Blueprint, position: int):
+        """Starts to read ahead."""
+        import grain
+
+        self.size = _batch_size(plan.batch)
+        self.position = position
+        self._put = Putter(plan)
+        dataset = grain.MapDataset.source(given.samples)
+        if given.shuffle:
+            dataset = dataset.shuffle(seed=given.seed)
+        if given.transform is not None:
+            dataset = dataset.map(given.transform)
+        dataset = dataset.repeat(given.epochs)
+        parts = _Parts(dataset, plan.batch, self.size, position)
+        if len(parts) < 1:
+            raise ValueError(
+                f"the data has {len(dataset) - position} samples left of {len(dataset)}, fewer "
+                f"than one batch of {self.size}: give more epochs, or none"
+            )
+        options = grain.ReadOptions(num_threads=given.prefetch, prefetch_buffer_size=given.prefetch)
+        self._read = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
+        self._ahead: collections.deque[Any] = collections.deque()
+        self._most = given.prefetch
+
+    def __next__(self) -> Any:
+        """Returns the next batch, on its devices."""
+        # Placing is asynchronous, so one batch ahead travels while a step computes.
+        while len(self._ahead) < self._most:
+            try:
+                self._ahead.append(self._put(next(self._read)))
+            except StopIteration:
+                break
+        if not self._ahead:
+            raise StopIteration
+        self.position += self.size
+        return self._ahead.popleft()
+
+
+class _Parts:
+    """This process's part of each batch, stacked: a source of Grain's."""
+
+    def __init__(self, dataset: Any, planned: Any, size: int, position: int):
+        self.dataset, self.size, self.position = dataset, size, position
+        self.spans = [local_spans(leaf) for leaf in jax.tree.leaves(planned)]
+        self.treedef = jax.tree.structure(planned)
+        held = {row for spans in self.spans for row in _indices(spans[0])}
+        self.rows = sorted(held)
+
+    def __len__(self) -> int:
+        return (len(self.dataset) - self.position) // self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        first = self.position + int(index) * self.size
+        samples = [self.dataset[first + row] for row in self.rows]
+        stacked = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *samples)
+        if jax.tree.structure(stacked) != self.treedef:
+            return stacked  # the placing says what is wrong
+        flat = [
+            _box(x, spans, self.rows)
+            for x, spans in zip(jax.tree.leaves(stacked), self.spans, strict=True)
+        ]
+        return jax.tree.unflatten(self.treedef, flat)
+
+
+def _box(x: np.ndarray, spans: Sequence[Any], rows: Sequence[int]) -> np.ndarray:
+    """Returns what this process holds of rows that were read whole."""
+    for dim, parts in enumerate(spans[: x.ndim]):
+        kept = _indices(parts)
+        if dim == 0:
+            kept = [rows.index(row) for row in kept] if kept != rows else range(len(rows))
+        # A sample of another shape is left as it is: the placing says what is wrong.
+        if len(kept) < x.shape[dim] and max(kept, default=0) < x.shape[dim]:
+            x = np.take(x, list(kept), axis=dim)
+    return x
+
+
+def _indices(spans: Any) -> list[int]:
+    return [i for start, stop in spans for i in range(start, stop)]
+
+
+def _batch_size(planned: Any) -> int:
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(planned) if leaf.shape}
+    if len(sizes) != 1 or any(not leaf.shape for leaf in jax.tree.leaves(planned)):
+        raise ValueError(
+            f"the recipe's batch has leaves of {sorted(sizes)} samples (dim 0): data makes batches "
+            f"whose leaves all have as many"
+        )
+    return sizes.pop()
+
+
+def _samples(source: Any, length: int | None, dtype: Any) -> Any:
+    if isinstance(source, str | os.PathLike):
+        source = _open(Path(source), dtype)
+        if length is None:
+            raise ValueError("a file of tokens needs length=, the tokens of one sample")
+    if length is not None:
+        return _Windows(source, length)
+    if isinstance(source, np.ndarray | jax.Array | Mapping):
+        return _Rows(source)
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ValueError(
+            f"the data is a {type(source).__name__}: give a file of tokens, arrays, or a source "
+            f"with len and [i]"
+        )
+    return source
+
+
+def _open(path: Path, dtype: Any) -> np.ndarray:
+    if not path.is_file():
+        raise ValueError(f"the file of tokens {path} does not exist")
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, mmap_mode="r")
+        if dtype is None:
+            raise ValueError("it has no header: give dtype=, such as 'uint16'")
+        return np.memmap(path, dtype=dtype, mode="r")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"the file of tokens {path} cannot be read: {error}") from error
+
+
+class _Windows:
+    """Tokens cut into samples."""
+
+    def __init__(self, tokens: Any, length: int):
+        if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            shown = f"{getattr(tokens, 'dtype', type(tokens).__name__)}"
+            raise ValueError(
+                f"length={length} cuts one row of tokens, got {shown} of shape "
+                f"{getattr(tokens, 'shape', '?')}: give integers of one dim"
+            )
+        if length < 1 or len(tokens) < length:
+            raise ValueError(f"length={length} cannot cut {len(tokens)} tokens into samples")
+        self.tokens, self.length = tokens, length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        start = int(index) * self.length
+        return np.asarray(self.tokens[start : start + self.length]).astype("int32")
+
+
+class _Rows:
+    """The rows of arrays of the same length."""
+
+    def __init__(self, arrays: Any):
+        self.arrays = jax.tree.map(np.asarray, arrays)
+        counts = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(self.arrays)}
+        if len(counts) != 1 or None in counts:
+            shapes = jax.tree.map(lambda x: x.shape, self.arrays)
+            raise ValueError(f"arrays of samples need as many rows (dim 0) each, got {shapes}")
+        self.count = counts.pop()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        return jax.tree.map(lambda x: x[int(index)], self.arrays)

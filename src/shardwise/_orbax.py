@@ -1,0 +1,127 @@
+"""Where Orbax is called: a step's directory written whole or not at all, and read in shards.
+
+The one module that imports Orbax, and imported only when a checkpoint is written or read: with
+TensorStore it takes seconds, and planning needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+# Small enough that a process which needs part of a chunk reads little more than its part.
+_CHUNK_BYTES = 2**25
+
+
+class FilesHandler(ocp.AsyncCheckpointHandler):
+    """Writes small text files, whose texts are made in the background, on the first process."""
+
+    async def async_save(self, directory: Any, args: FilesSave) -> list[ocp.Future]:  # pyright: ignore[reportIncompatibleMethodOverride] - Orbax passes args by name
+        """Returns what stands for the files being written."""
+
+        async def write() -> None:
+            if jax.process_index() == 0:
+                for name, make_text in args.files.items():
+                    (directory / name).write_text(make_text())
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="files")]
+
+    def save(self, directory: Any, args: FilesSave) -> None:
+        """Writes the files at once."""
+        for name, make_text in args.files.items():
+            (directory / name).write_text(make_text())
+
+    def restore(self, directory: Any, args: Any = None) -> dict[str, str]:
+        """Returns the files' texts by name."""
+        return {path.name: path.read_text() for path in directory.iterdir()}
+
+
+@ocp.args.register_with_handler(FilesHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class FilesSave(ocp.args.CheckpointArgs):
+    """The files to write: for each name, a function that makes its text."""
+
+    files: Mapping[str, Callable[[], str]]
+
+
+class Writer:
+    """Saves asynchronously, one step at a time.
+
+    Args:
+        finished: called on every process, in a thread, when a step was committed.
+    """
+
+    def __init__(self, finished: Callable[[], None]):
+        """Starts no thread before the first save."""
+        handler = ocp.CompositeCheckpointHandler(
+            # Trained weights hardly compress, and compressing them takes most of a save.
+            state=ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
+            about=FilesHandler(),
+        )
+        options = ocp.options.AsyncOptions(post_finalization_callback=finished)
+        self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+
+    def save(self, directory: Path, arrays: Any, files: Mapping[str, Callable[[], str]]) -> None:
+        """Begins to save; returns as soon as the arrays may be given away.
+
+        Args:
+            directory: the step's directory, which appears when all of it is written.
+            arrays: a pytree of arrays.
+            files: small files by name; their texts are made in the background.
+        """
+        save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
+        with _quiet():
+            self._checkpointer.save(
+                directory,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(arrays, save_args=save_args),
+                    about=FilesSave(files),
+                ),
+            )
+
+    def wait(self) -> None:
+        """Returns when everything is committed, or raises what went wrong."""
+        with _quiet():
+            self._checkpointer.wait_until_finished()
+
+    def close(self) -> None:
+        """Ends its threads."""
+        self._checkpointer.close()
+
+
+def read_arrays(directory: Path, abstract: Any) -> Any:
+    """Returns the arrays under a directory, each process reading its own shards.
+
+    Args:
+        directory: where the arrays of a step are.
+        abstract: a pytree of `jax.ShapeDtypeStruct`s with shardings.
+    """
+
+    def one(leaf: Any) -> Any:
+        return ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+        )
+
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=1)
+    args = ocp.args.PyTreeRestore(abstract, restore_args=jax.tree.map(one, abstract))
+    with _quiet(), contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
+        return checkpointer.restore(directory, args=args)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps Orbax from warning of what is meant here, such as a restore onto another mesh."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,48 @@
+"""Sums over all devices step by step; `--until` steps, or for ever.
+
+Process `--fail` raises at step 5, and with `--plain` nothing names a lost process but shardwise
+itself, at exit.
+"""
+
+import argparse
+import contextlib
+import os
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise._distributed import distributed, naming_lost_process
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--until", type=int, default=10**9)
+parser.add_argument("--fail", type=int)
+parser.add_argument("--timeout", type=float, default=30)
+parser.add_argument("--plain", action="store_true")
+options = parser.parse_args()
+
+here = distributed(timeout_seconds=options.timeout)
+assert distributed() == here
+print(f"place {here}")
+print(f"pid {here.index} {os.getpid()}")
+
+size = jax.device_count()
+mesh = jax.make_mesh((size,), ("data",), axis_types=(AxisType.Auto,))
+values = np.arange(4 * size, dtype=np.float32)
+x = jax.make_array_from_callback(
+    values.shape, NamedSharding(mesh, P("data")), lambda index: values[index]
+)
+total = jax.jit(
+    jax.shard_map(
+        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+    )
+)
+
+for step in range(options.until):
+    if step == 5 and options.fail == here.index:
+        raise ValueError("this process has an error of its own")
+    with contextlib.nullcontext() if options.plain else naming_lost_process(f"step {step}"):
+        result = total(x).block_until_ready()
+    if step == 9:
+        print(f"sum {np.asarray(result).tolist()}")
