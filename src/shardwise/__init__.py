@@ -15,6 +15,7 @@ from ._events import Trace as Trace
 from ._findings import Finding as Finding
 from ._findings import Findings as Findings
 from ._findings import LayoutError as LayoutError
+from ._fit import fit as fit
 from ._layout import Layout as Layout
 from ._layout import layout as layout
 from ._layout import load_layout as load_layout
@@ -32,9 +33,11 @@ from ._rules import replicate as replicate
 from ._simulate import Simulation as Simulation
 from ._simulate import simulate as simulate
 from ._state import TrainState as TrainState
+from ._stopping import Stopped as Stopped
 from ._strategies import fsdp as fsdp
 from ._tensor import tensor as tensor
 from ._timetable import Timetable as Timetable
 from ._train import Step as Step
 from ._train import train_state as train_state
 from ._train import train_step as train_step
+from ._watch import NotFinite as NotFinite

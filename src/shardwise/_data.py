@@ -261,3 +261,35 @@ class _Rows:
 
     def __getitem__(self, index: Any) -> Any:
         return jax.tree.map(lambda x: x[int(index)], self.arrays)
+
+
+class _Replayed(Iterator[Any]):
+    """Batches of any iterable, wound forward to where a run left off."""
+
+    def __init__(self, batches: Any, plan: Blueprint, position: int):
+        self.size = _batch_size(plan.batch)
+        self.position = position
+        self._put = Putter(plan)
+        self._rest = iter(batches)
+        for _ in range(position // self.size):
+            next(self._rest, None)
+
+    def __next__(self) -> Any:
+        batch = self._put(next(self._rest))
+        self.position += self.size
+        return batch
+
+
+def open_batches(given: Any, plan: Blueprint, position: int) -> Batches | _Replayed:
+    """Returns the batches after `position` samples, of a `Data` or of any iterable of batches.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(given, Data):
+        return given.on(plan, position=position)
+    if not hasattr(given, "__iter__"):
+        raise ValueError(
+            f"the data is a {type(given).__name__}: give sw.data(…), or an iterable of batches"
+        )
+    return _Replayed(given, plan, position)
