@@ -376,7 +376,10 @@ class _Watch:
             try:
                 loss = self._look(quiet_seconds=5 * self._interval)
             except jax.errors.JaxRuntimeError as error:
-                loss = _Loss((0,), "was lost", f"its coordinator does not answer: {error}")
+                away = str(error).splitlines()[0]
+                loss = _Loss(
+                    (0,), "was lost", f"it is the coordinator, and does not answer: {away}"
+                )
             if loss or time.monotonic() >= deadline:
                 return loss
             time.sleep(self._interval / 4)

@@ -38,6 +38,8 @@ class Recipe:
         ema: the decay of a moving average of the trained variables, kept in `state.ema`.
         batch_spec: how the batch is split: a `PartitionSpec`, or a pytree of them like the
             batch. Without, dim 0 of every leaf over the mesh's data axes.
+        compiler_options: options of XLA for the step, by name, on top of those that the kind of
+            device gets by default.
 
     Example:
         >>> import jax, optax, shardwise as sw
@@ -60,6 +62,7 @@ class Recipe:
     rngs: int | None = None
     ema: float | None = None
     batch_spec: Any = None
+    compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Refuses what can make no training step."""

@@ -25,6 +25,9 @@ from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe, remat_policy
 from ._remat import remat_modules
 from ._state import Arrays, TrainState
+# Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
+# before and after them no longer fuses: benchmarks/h200 measures it.
+_COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +82,14 @@ class Blueprint:
     def batch(self) -> Any:
         """The batch without its arrays: shapes, dtypes and shardings."""
         return batch_layout(self.recipe, self.layout)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """The options that XLA compiles the step with."""
+        given = dict(self.recipe.compiler_options or {})
+        mesh = self.layout.mesh
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+        return {**_COMPILER_OPTIONS.get(platform, {}), **given}
 
     def merge(self, arrays: Arrays) -> nnx.Module:
         """Returns the model that has these arrays."""

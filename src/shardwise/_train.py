@@ -81,6 +81,7 @@ class Step:
             in_shardings=(plan.shardings, self._put.shardings),
             out_shardings=(plan.shardings, replicated),
             donate_argnums=0,
+            compiler_options=plan.compiler_options or None,
         )
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:

@@ -19,10 +19,11 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--until", type=int, default=10**9)
 parser.add_argument("--fail", type=int)
 parser.add_argument("--timeout", type=float, default=30)
+parser.add_argument("--start", type=float, default=300)
 parser.add_argument("--plain", action="store_true")
 options = parser.parse_args()
 
-here = distributed(timeout_seconds=options.timeout)
+here = distributed(timeout_seconds=options.timeout, start_seconds=options.start)
 assert distributed() == here
 print(f"place {here}")
 print(f"pid {here.index} {os.getpid()}")
@@ -34,9 +35,7 @@ x = jax.make_array_from_callback(
     values.shape, NamedSharding(mesh, P("data")), lambda index: values[index]
 )
 total = jax.jit(
-    jax.shard_map(
-        lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
-    )
+    jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
 )
 
 for step in range(options.until):

@@ -1,0 +1,34 @@
+"""One script for a laptop, for N processes of one machine, and for a cluster.
+
+python examples/cluster/train.py                                  one process
+shardwise launch -n 2 --devices 4 -- python examples/cluster/train.py
+sbatch examples/cluster/slurm.sh
+kubectl apply -f examples/cluster/jobset.yaml
+"""
+
+import jax
+import numpy as np
+import optax
+
+import shardwise as sw
+from shardwise.examples import decoder
+
+
+def main():
+    # First of all: a backend that has started can no longer be joined to others.
+    print(sw.distributed())
+    tokens = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.int32)
+    recipe = sw.Recipe(
+        model=decoder.make,
+        loss=decoder.loss,
+        optimizer=optax.adamw(1e-3),
+        batch=jax.ShapeDtypeStruct((64, 128), "int32"),
+    )
+    layout = sw.layout(decoder.make, sw.mesh("data=-1"), "fsdp")
+    # A directory that all processes share: a run that was ended goes on from its newest checkpoint.
+    checkpoints = sw.Checkpoints("runs/a", every=100)
+    sw.fit(recipe, layout, sw.data(tokens, length=128), steps=1000, checkpoints=checkpoints)
+
+
+if __name__ == "__main__":
+    main()

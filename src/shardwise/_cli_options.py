@@ -1,0 +1,105 @@
+"""What the commands share: the application, their options, and laying a target out."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from ._layout import Layout, layout
+from ._mesh import mesh as make_mesh
+from ._recipe import Recipe
+from ._rules_file import read_rules
+from ._target import load_target, parse_inputs
+
+app = typer.Typer(
+    name="shardwise",
+    context_settings={"max_content_width": 110},
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+TARGETS = """TARGET is path/to/file.py:name or package.module:name: a function of no arguments
+that returns an nnx.Module, such a module, or a Recipe."""
+
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:name or module:name.")]
+MeshOption = Annotated[
+    str, typer.Option("--mesh", metavar="AXES", help="Axes and sizes, such as data=2,model=4.")
+]
+OnOption = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="DEVICES",
+        help="none (arithmetic only), here (the devices present), cpu:8 (virtual CPU devices), "
+        "or chips that are not here, such as v5p:4x8x8 or h200:8x8.",
+    ),
+]
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy", metavar="NAME", help="dp, fsdp, tensor, or joined by +: fsdp+tensor."
+    ),
+]
+RulesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rules", metavar="FILE", help="A TOML file of path patterns, logical names and strategy."
+    ),
+]
+InputsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        metavar="SHAPES",
+        help="What the model is called with, such as int32[8,128], several joined by ; "
+        "the tensor strategy then traces the forward pass instead of guessing.",
+    ),
+]
+
+
+@app.callback(
+    help="""Plan and check the sharding of Flax NNX models on JAX, before renting a chip.
+
+Start with the decoder that ships with the package:
+
+\b
+  shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor"""
+)
+def _root() -> None:
+    """Holds the help of the command itself."""
+
+
+def lay_out(
+    target: str,
+    mesh: str,
+    on: str,
+    strategy: str | None,
+    rules: str | None,
+    inputs: str | None,
+) -> tuple[Any, Layout]:
+    """Returns what the target names, and its layout."""
+    # The mesh comes first: importing the target may start a backend with too few devices.
+    made_mesh = make_mesh(mesh, on=None if on == "here" else on)
+    shapes = parse_inputs(inputs) if inputs is not None else None
+    file = read_rules(rules) if rules is not None else None
+    given: list[Any] = list(file.rules) if file is not None else []
+    names = [name for name in (file.strategy if file else None, strategy) if name is not None]
+    if len(names) == 2:
+        raise ValueError(f"--strategy {strategy} and the rules' strategy {names[0]!r}: give one")
+    logical = file.logical if file is not None else None
+    # What the user's own code prints must not stand in our output.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = load_target(target)
+        model = found.model if isinstance(found, Recipe) else found
+        try:
+            made = layout(model, made_mesh, [*given, *names], logical=logical, inputs=shapes)
+        except SystemExit as error:
+            raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
+    return found, made
+
+

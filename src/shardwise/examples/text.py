@@ -1,0 +1,37 @@
+"""A small decoder on the bytes of a tale: what `shardwise demo` trains.
+
+`shardwise train shardwise.examples.text:recipe --mesh data=2,model=4 --on cpu:8 --steps 50`
+"""
+
+from importlib import resources
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from shardwise._recipe import Recipe
+from shardwise.models import Config, Decoder, next_token_loss
+
+BATCH, LENGTH = 32, 64
+CONFIG = Config(layers=4, width=128, hidden=512, heads=8, vocab=256)
+
+
+def make() -> Decoder:
+    """Returns the decoder: 1.1 million parameters, one token for each byte."""
+    return Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+def tokens() -> np.ndarray:
+    """Returns the bytes of the tale that ships with the package, 16 times over, each from another one on."""
+    text = resources.files(__package__).joinpath("text.txt").read_bytes()
+    raw = np.frombuffer(text, "uint8")
+    return np.concatenate([np.roll(raw, -4 * shift) for shift in range(16)])
+
+
+recipe = Recipe(
+    model=make,
+    loss=next_token_loss,
+    optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 10, 400)),
+    batch=jax.ShapeDtypeStruct((BATCH, LENGTH), "int32"),
+)

@@ -1,0 +1,13 @@
+"""Runs _launch.py as `shardwise launch` does: processes, devices (0: as they are), command."""
+
+import importlib.util
+import pathlib
+import sys
+
+# By its path: the launcher itself needs no JAX, whose import would cost two seconds each time.
+path = pathlib.Path(__file__).parents[2] / "src" / "shardwise" / "_launch.py"
+spec = importlib.util.spec_from_file_location("launcher", path)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+processes, devices, *command = sys.argv[1:]
+sys.exit(module.launch(command, int(processes), int(devices) or None))

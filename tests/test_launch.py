@@ -1,0 +1,433 @@
+"""Many processes: real ones on this machine, started, joined, lost and ended."""
+
+import inspect
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+from jax._src import clusters
+
+from shardwise._distributed import (
+    MARGIN_SECONDS,
+    Processes,
+    distributed,
+    lost_processes,
+    naming_lost_process,
+)
+from shardwise._launch import launch
+
+HERE = Path(__file__).parent / "processes"
+TALK = [sys.executable, str(HERE / "talk.py")]
+TRAIN = [sys.executable, str(HERE / "train.py")]
+LAUNCH = [sys.executable, str(HERE / "launch.py")]
+CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
+HOST = socket.gethostname()
+TIMEOUT = 4
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(**extra):
+    # The tests' own eight devices and XLA flags stay with the tests.
+    names = ("SHARDWISE_", "XLA_FLAGS", "SLURM_", "OMPI_", "JAX_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(names)}
+    return kept | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"} | extra
+
+
+def start(command, **extra):
+    return subprocess.Popen(
+        command,
+        env=environment(**extra),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def start_joined(count, *options):
+    place = {"SHARDWISE_COORDINATOR": f"127.0.0.1:{free_port()}", "SHARDWISE_PROCESSES": str(count)}
+    extra = [place | {"SHARDWISE_PROCESS": str(i), "SHARDWISE_DEVICES": "1"} for i in range(count)]
+    return [start([*TRAIN, *options], **e) for e in extra]
+
+
+def read_until(process, text):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"{text!r} never came: {''.join(lines)}")
+
+
+def pids(text):
+    return [int(pid) for pid in re.findall(r"pid [\d+]+ (\d+)", text)]
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until_gone(numbers, seconds=5):
+    deadline = time.monotonic() + seconds
+    while not all(map(gone, numbers)):
+        assert time.monotonic() < deadline, f"still running: {[n for n in numbers if not gone(n)]}"
+        time.sleep(0.05)
+
+
+def test_lines_come_whole_behind_their_index(capfd):
+    assert launch([*TALK, "lines"], 2) == 0
+    out, err = capfd.readouterr()
+    for index in (0, 1):
+        mine = [line[4:] for line in out.splitlines() if line.startswith(f"[{index}] ")]
+        assert mine[1:] == [f"out {index} of 2", *[str(index) * 1000] * 200, "no newline"]
+        errors = [line[4:] for line in err.splitlines() if line.startswith(f"[{index}] ")]
+        assert errors == [f"err {index}", "bar 100%"]
+    assert "\r" not in out + err
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_devices_reach_the_process(devices, capfd, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_DEVICES", "3")
+    assert launch([*TALK, "devices"], 1, devices) == 0
+    assert f"[0] devices {devices}\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "mode, code, how",
+    [("exit", 7, "exited with code 7"), ("killed", 137, "was killed by SIGKILL")],
+)
+def test_a_failure_is_named_and_ends_the_rest(mode, code, how, capfd):
+    assert launch([*TALK, mode], 3) == code
+    out, err = capfd.readouterr()
+    assert f"shardwise: process 1 {how}; ending the other 2\n" in err
+    assert len(pids(out)) >= 3
+    wait_until_gone(pids(out))
+
+
+def test_a_process_that_ignores_sigterm_is_killed(capfd, monkeypatch):
+    monkeypatch.setattr("shardwise._launch.GRACE_SECONDS", 0.5)
+    # Its own signal is ignored as soon as it waits, long before the other one ends.
+    stubborn = (
+        "import os, runpy, sys, time;"
+        f"sys.argv = ['talk', 'stubborn']; first = os.environ['SHARDWISE_PROCESS'] == '0';"
+        f"runpy.run_path({str(HERE / 'talk.py')!r}) if first else (time.sleep(1), sys.exit(3))"
+    )
+    assert launch([sys.executable, "-c", stubborn], 2) == 3
+    out, err = capfd.readouterr()
+    assert "process 0 did not end within 0 s of SIGTERM: SIGKILL" in err
+    wait_until_gone(pids(out))
+
+
+@pytest.mark.parametrize(
+    "number, mode, code",
+    [(signal.SIGTERM, "saves", 0), (signal.SIGINT, "wait", 130), (signal.SIGUSR1, "wait", 138)],
+    ids=["SIGTERM", "SIGINT", "SIGUSR1"],
+)
+def test_signals_are_forwarded(number, mode, code):
+    with start([*LAUNCH, "2", "0", *TALK, mode]) as launcher:
+        text = read_until(launcher, "waiting") + read_until(launcher, "waiting")
+        launcher.send_signal(number)
+        rest, _ = launcher.communicate(timeout=10)
+        assert launcher.returncode == code
+    if mode == "saves":
+        assert "[0] saved 0\n" in rest and "[1] saved 1\n" in rest
+    wait_until_gone(pids(text + rest))
+
+
+def test_the_processes_end_with_a_launcher_that_is_killed():
+    with start([*LAUNCH, "2", "0", *TALK, "wait"]) as launcher:
+        text = read_until(launcher, "waiting") + read_until(launcher, "waiting")
+        launcher.kill()
+        own = [int(pid) for pid in re.findall(r"pid \d (\d+)", text)]
+        assert len(own) == 2
+        wait_until_gone(own)
+        # The processes that they had started are out of the launcher's reach by then.
+        for pid in set(pids(text)) - set(own):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_reader_that_leaves_ends_the_run():
+    command = subprocess.list2cmdline([*LAUNCH, "2", "0", *TALK, "yes"])
+    run = subprocess.run(
+        ["bash", "-c", f"{command} | head -n 20; exit ${{PIPESTATUS[0]}}"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert (run.returncode, run.stderr) == (141, "")
+    wait_until_gone(pids(run.stdout))
+
+
+@pytest.mark.parametrize(
+    "command, processes, devices, text",
+    [
+        (["no-such-program"], 1, None, "'no-such-program' is not on the path"),
+        ([], 1, None, "starts a program and its arguments, got []"),
+        ("python train.py", 1, None, "got 'python train.py'"),
+        (["python"], 0, None, "a whole number of processes, at least 1, got 0"),
+        (["python"], 2, 0, "a whole number of devices, at least 1, got 0"),
+    ],
+)
+def test_wrong_inputs(command, processes, devices, text, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None if name.startswith("no-") else name)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        launch(command, processes, devices)
+
+
+def test_sums_are_those_of_one_process(capfd):
+    for processes in (1, 2, 4):
+        assert launch([*TRAIN, "--until", "10"], processes, 4 // processes) == 0
+        out = capfd.readouterr().out
+        assert len(re.findall(r"sum \[24.0, 28.0, 32.0, 36.0\]", out)) == processes
+        for index in range(processes):
+            where = r", coordinator 127.0.0.1:\d+" if processes > 1 else ""
+            assert re.search(
+                rf"\[{index}\] place process {index} of {processes} \(shardwise launch{where}\): "
+                rf"{4 // processes} of 4 cpu devices\n",
+                out,
+            )
+
+
+@pytest.mark.parametrize(
+    "count, victim, number, why",
+    [
+        (4, 2, signal.SIGKILL, "its process is gone from this host"),
+        (2, 0, signal.SIGKILL, "it is the coordinator, and does not answer"),
+        (3, 1, signal.SIGSTOP, f"nothing was heard of it for {TIMEOUT} s"),
+        (2, 0, signal.SIGSTOP, "it is the coordinator, and does not answer"),
+    ],
+    ids=["killed", "killed coordinator", "silent", "silent coordinator"],
+)
+def test_a_lost_process_is_named_by_all_others(count, victim, number, why):
+    processes = start_joined(count, "--timeout", str(TIMEOUT))
+    try:
+        for process in processes:
+            read_until(process, "sum")
+        # A beat or two, so that each is known to the others.
+        time.sleep(1)
+        lost = processes[victim]
+        lost.send_signal(number)
+        since = time.monotonic()
+        for process in (p for p in processes if p is not lost):
+            text, _ = process.communicate(timeout=TIMEOUT + MARGIN_SECONDS)
+            assert process.returncode == 75, text
+            name = rf"process {victim} of {count} \(pid {lost.pid} on host {re.escape(HOST)}\)"
+            assert re.search(rf"{name} was lost( during step \d+)?: {why}.*", text), text
+            assert not re.search(rf"process (?!{victim})\d of \d \(pid \d+ on host", text), text
+        assert time.monotonic() - since < TIMEOUT + MARGIN_SECONDS
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["named", "plain"])
+def test_a_process_that_fails_is_named_by_the_other(plain):
+    processes = start_joined(2, "--fail", "1", *["--plain"] * plain)
+    other, failed = (process.communicate(timeout=30)[0] for process in processes)
+    assert [process.returncode for process in processes] == [75, 1]
+    assert "ValueError: this process has an error of its own" in failed
+    how = "failed: " if plain else r"failed during step \d+: "
+    assert re.search(rf"process 1 of 2 \(pid \d+ on host .*\) {how}ValueError: this pro", other)
+
+
+def test_the_launcher_names_a_process_that_is_killed():
+    with start([*LAUNCH, "2", "1", *TRAIN]) as launcher:
+        text = read_until(launcher, "sum") + read_until(launcher, "sum")
+        victim = int(re.search(r"\[1\] pid 1 (\d+)", text)[1])
+        os.kill(victim, signal.SIGKILL)
+        rest, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 137
+    assert "shardwise: process 1 was killed by SIGKILL; ending the other\n" in rest
+    assert re.search(rf"\[0\] .*process 1 of 2 \(pid {victim} on host", rest)
+    wait_until_gone(pids(text))
+
+
+def test_a_start_that_cannot_be_is_explained():
+    port = free_port()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        used = taken.getsockname()[1]
+        cases = {
+            (0, used): (1, f"ValueError: process 0 cannot listen on port {used} of 127.0.0.1"),
+            (0, port): (75, "shardwise: process 0 ends: not all 2 came within 1 s."),
+            (1, free_port()): (1, "ValueError: process 1 of 2 could not reach the coordinator"),
+        }
+        started = {
+            (index, port): start(
+                [*TRAIN, "--start", "1"],
+                SHARDWISE_COORDINATOR=f"127.0.0.1:{port}",
+                SHARDWISE_PROCESSES="2",
+                SHARDWISE_PROCESS=str(index),
+            )
+            for index, port in cases
+        }
+        for case, (code, text) in cases.items():
+            output, _ = started[case].communicate(timeout=30)
+            assert (started[case].returncode, text in output) == (code, True), output
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+}
+OMPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+    "OMPI_VERSION": "4.1.6",
+    "OMPI_COMM_WORLD_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    "common, own, found",
+    [
+        (SLURM, ("SLURM_PROCID", "SLURM_LOCALID"), "Slurm, coordinator localhost"),
+        (OMPI, ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "Open MPI, coordinator 127"),
+    ],
+    ids=["Slurm", "Open MPI"],
+)
+def test_two_processes_of_a_cluster(common, own, found):
+    common = common | {"JAX_COORDINATOR_PORT": str(free_port())}
+    processes = [
+        start([*TRAIN, "--until", "10"], **common, **dict.fromkeys(own, str(index)))
+        for index in (0, 1)
+    ]
+    for index, process in enumerate(processes):
+        text, _ = process.communicate(timeout=30)
+        assert process.returncode == 0, text
+        assert f"place process {index} of 2 ({found}" in text
+        assert "sum [4.0, 6.0, 8.0, 10.0]" in text
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in os.environ:
+        if name.startswith(("SHARDWISE_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "PMI_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    "extra, found",
+    [
+        ({}, "one process"),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, "Slurm"),
+        # The shell of an salloc for four tasks is one step of one task.
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, "Slurm"),
+        ({"SLURM_NTASKS": "1"}, "Slurm"),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, "Open MPI"),
+        ({"SHARDWISE_COORDINATOR": "127.0.0.1:1"}, "shardwise launch"),
+    ],
+    ids=["nothing", "one task", "salloc", "older Slurm", "mpirun -n 1", "launch -n 1"],
+)
+def test_one_process_starts_nothing(extra, found, alone):
+    common = {
+        "Slurm": SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        "Open MPI": OMPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        "shardwise launch": {"SHARDWISE_PROCESSES": "1", "SHARDWISE_PROCESS": "0"},
+    }.get(found, {})
+    for name, value in (common | extra).items():
+        alone.setenv(name, value)
+    if "SLURM_STEP_NUM_TASKS" not in extra:
+        alone.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    assert distributed() == distributed() == Processes(0, 1, found)
+    assert not jax.distributed.is_initialized()
+    count = jax.device_count()
+    assert str(distributed()) == f"process 0 of 1 ({found}): {count} of {count} cpu devices"
+
+
+LAUNCHED = {
+    "SHARDWISE_COORDINATOR": "127.0.0.1:1",
+    "SHARDWISE_PROCESSES": "2",
+    "SHARDWISE_PROCESS": "0",
+}
+
+
+@pytest.mark.parametrize(
+    "extra, text",
+    [
+        ({"SHARDWISE_PROCESS": "0"}, "SHARDWISE_COORDINATOR and SHARDWISE_PROCESSES not set"),
+        (LAUNCHED | {"SHARDWISE_PROCESS": "x"}, "SHARDWISE_PROCESS is 'x', and must be a whole"),
+        (LAUNCHED | {"SHARDWISE_PROCESS": "2"}, "SHARDWISE_PROCESS is 2, and must be below"),
+        (LAUNCHED | {"SHARDWISE_PROCESSES": "0"}, "'0', and must be a whole number, at least 1"),
+        (LAUNCHED | {"SHARDWISE_COORDINATOR": "here"}, "is 'here', and must be host:port"),
+        (LAUNCHED, "a JAX backend has started, so processes can no longer be joined: call"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE is 2, but JAX "),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "no cluster is detected that tells how many"),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "?"}, "could not rea"),
+    ],
+    ids=["partial", "word", "beyond", "none", "address", "late", "MPICH", "JAX", "Slurm"],
+)
+def test_an_environment_that_makes_no_sense(extra, text, alone):
+    jax.devices()
+    for name, value in extra.items():
+        alone.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        distributed()
+
+
+@pytest.mark.parametrize("name", ["timeout_seconds", "start_seconds"])
+def test_seconds_are_seconds(name):
+    with pytest.raises(ValueError, match=f"{name} is 0, and must be a number of seconds"):
+        distributed(**{name: 0})
+
+
+def test_one_process_loses_nobody_and_keeps_its_errors():
+    assert lost_processes() == []
+    with pytest.raises(ValueError, match="UNKNOWN: Gloo"), naming_lost_process("step 1"):
+        raise ValueError("UNKNOWN: Gloo all-reduce failed")
+
+
+def test_the_slurm_job_file_is_a_script():
+    file = CLUSTER / "slurm.sh"
+    assert subprocess.run(["bash", "-n", file], capture_output=True).returncode == 0
+    text = file.read_text(encoding="utf-8")
+    assert {"--requeue", "--signal=TERM@120"} <= set(re.findall(r"^#SBATCH (\S+)", text, re.M))
+    read = {name for name in re.findall(r"JAX_[A-Z_]+", text)}
+    assert read == {"JAX_LOCAL_DEVICE_IDS", "JAX_COORDINATOR_PORT"}
+    assert all(name in _sources() for name in read)
+
+
+def test_the_jobset_has_what_jax_reads():
+    documents = list(yaml.safe_load_all((CLUSTER / "jobset.yaml").read_text(encoding="utf-8")))
+    kinds = {document["kind"]: document for document in documents}
+    assert {"ServiceAccount", "Role", "RoleBinding", "JobSet"} <= kinds.keys()
+    job = kinds["JobSet"]["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["completionMode"] == "Indexed" and job["parallelism"] == job["completions"]
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never" and pod["terminationGracePeriodSeconds"] >= 60
+    [container] = pod["containers"]
+    port = {entry["name"]: entry["value"] for entry in container["env"]}["JAX_COORDINATOR_PORT"]
+    assert container["ports"] == [{"containerPort": int(port)}]
+    kubernetes = inspect.getsource(clusters.K8sCluster)
+    for name in ("KUBERNETES_SERVICE_HOST", "HOSTNAME", "JOB_COMPLETION_INDEX"):
+        assert f"'{name}'" in kubernetes
+    for call in ("list_namespaced_pod", "read_namespaced_job", "list_namespaced_service"):
+        resource = f"{call.rpartition('_')[2]}s"
+        assert any(resource in rule["resources"] for rule in kinds["Role"]["rules"])
+    assert "JAX_COORDINATOR_PORT" in _sources()
+
+
+def _sources():
+    return "".join(map(inspect.getsource, (clusters.cluster, jax._src.distributed)))
