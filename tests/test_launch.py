@@ -151,6 +151,19 @@ def test_signals_are_forwarded(number, mode, code):
     wait_until_gone(pids(text + rest))
 
 
+def test_a_second_signal_ends_processes_that_ignore_the_first():
+    with start([*LAUNCH, "2", "0", *TALK, "stubborn"], LAUNCH_GRACE="0.5") as launcher:
+        text = read_until(launcher, "waiting") + read_until(launcher, "waiting")
+        launcher.terminate()
+        time.sleep(0.5)
+        assert launcher.poll() is None
+        launcher.terminate()
+        rest, _ = launcher.communicate(timeout=5)
+    assert launcher.returncode == 143
+    assert "shardwise: SIGTERM came again; ending all processes\n" in rest
+    wait_until_gone(pids(text))
+
+
 def test_the_processes_end_with_a_launcher_that_is_killed():
     with start([*LAUNCH, "2", "0", *TALK, "wait"]) as launcher:
         text = read_until(launcher, "waiting") + read_until(launcher, "waiting")

@@ -36,8 +36,8 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
     Each process finds its place with `shardwise.distributed()`. Each line that one writes comes
     out as a whole, after its index: `[1] step 20`. SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all.
-    When one fails, it is named, the others get SIGTERM, and SIGKILL 10 seconds later; nothing is
-    left running.
+    When one fails, it is named, the others get SIGTERM, and SIGKILL 10 seconds later. So it is
+    when SIGINT or SIGTERM comes a second time. Nothing is left running.
 
     Args:
         command: the program and its arguments.
@@ -87,11 +87,17 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
 def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Output) -> int:
     """Returns the exit code of the run, when all children have ended or had to be ended."""
-    code, deadline = 0, float("inf")
+    code, ends, deadline = 0, 0, float("inf")
     running = dict(enumerate(children))
     while running and time.monotonic() < deadline:
         while asked:
-            _signal_all(running.values(), signal.Signals(asked.pop(0)))
+            number = signal.Signals(asked.pop(0))
+            _signal_all(running.values(), number)
+            ends += number in (signal.SIGINT, signal.SIGTERM)
+            if ends > 1 and not code:
+                # JAX takes SIGTERM for the notice of a preemption: alone it need not end anything.
+                code = 128 + number
+                output.say(f"{number.name} came again; ending all processes")
         ended = {i: _end(child) for i, child in running.items() if _has_ended(child)}
         running = {i: child for i, child in running.items() if i not in ended}
         failed = {i: status for i, status in ended.items() if status}

@@ -27,6 +27,20 @@ def load_target(target: str) -> Any:
     Raises:
         ValueError: the file, the module or the name is not there, or importing it failed.
     """
+    found = load_name(target)
+    if not (isinstance(found, Recipe | nnx.Module) or callable(found)):
+        raise ValueError(
+            f"target {target!r} is a {type(found).__name__}: name a factory, an nnx.Module or a Recipe"
+        )
+    return found
+
+
+def load_name(target: str) -> Any:
+    """Returns whatever a target names.
+
+    Raises:
+        ValueError: the file, the module or the name is not there, or importing it failed.
+    """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(
@@ -43,10 +57,6 @@ def load_target(target: str) -> Any:
             near = difflib.get_close_matches(step, names, n=3) or names[:5]
             hint = f"; it has {', '.join(near)}" if near else ""
             raise ValueError(f"target {target!r}: {place} has no {step!r}{hint}") from None
-    if not (isinstance(found, Recipe | nnx.Module) or callable(found)):
-        raise ValueError(
-            f"target {target!r} is a {type(found).__name__}: name a factory, an nnx.Module or a Recipe"
-        )
     return found
 
 

@@ -1,6 +1,7 @@
 """Runs _launch.py as `shardwise launch` does: processes, devices (0: as they are), command."""
 
 import importlib.util
+import os
 import pathlib
 import sys
 
@@ -9,5 +10,6 @@ path = pathlib.Path(__file__).parents[2] / "src" / "shardwise" / "_launch.py"
 spec = importlib.util.spec_from_file_location("launcher", path)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
+module.GRACE_SECONDS = float(os.environ.get("LAUNCH_GRACE", module.GRACE_SECONDS))
 processes, devices, *command = sys.argv[1:]
 sys.exit(module.launch(command, int(processes), int(devices) or None))

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardwise._recipe import Recipe
+import shardwise as sw
 from shardwise.models import Config, Decoder, next_token_loss
 
 BATCH, LENGTH = 32, 64
@@ -22,14 +22,18 @@ def make() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(0))
 
 
-def tokens() -> np.ndarray:
-    """Returns the bytes of the tale that ships with the package, 16 times over, each from another one on."""
+def data() -> sw.Data:
+    """Returns samples of the tale that ships with the package.
+
+    It is short, so it is cut 16 times, each time from another byte on.
+    """
     text = resources.files(__package__).joinpath("text.txt").read_bytes()
     raw = np.frombuffer(text, "uint8")
-    return np.concatenate([np.roll(raw, -4 * shift) for shift in range(16)])
+    cuts = [np.roll(raw, -4 * shift) for shift in range(16)]
+    return sw.data(np.concatenate(cuts), length=LENGTH)
 
 
-recipe = Recipe(
+recipe = sw.Recipe(
     model=make,
     loss=next_token_loss,
     optimizer=optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-3, 10, 400)),
