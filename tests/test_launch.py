@@ -345,6 +345,8 @@ def alone(monkeypatch):
     "extra, found",
     [
         ({}, "one process"),
+        # JAX needs the kubernetes package to ask further, and must not warn of it in any pod.
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "one process"),
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, "Slurm"),
         # The shell of an salloc for four tasks is one step of one task.
         ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1"}, "Slurm"),
@@ -352,7 +354,7 @@ def alone(monkeypatch):
         ({"OMPI_COMM_WORLD_SIZE": "1"}, "Open MPI"),
         ({"SHARDWISE_COORDINATOR": "127.0.0.1:1"}, "shardwise launch"),
     ],
-    ids=["nothing", "one task", "salloc", "older Slurm", "mpirun -n 1", "launch -n 1"],
+    ids=["nothing", "pod", "one task", "salloc", "older Slurm", "mpirun -n 1", "launch -n 1"],
 )
 def test_one_process_starts_nothing(extra, found, alone):
     common = {

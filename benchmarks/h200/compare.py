@@ -46,7 +46,9 @@ def main():
                 continue
             print(json.dumps(line), flush=True)
             rows.setdefault(name, []).append(line)
-    rival = min((statistics.median(r["ms"] for r in rows[n]) for n in rows if "torch" in n), default=None)
+    rival = min(
+        (statistics.median(r["ms"] for r in rows[n]) for n in rows if "torch" in n), default=None
+    )
     print(f"{'':22}{'ms':>8}{'MFU %':>8}{'GiB':>8}{'to torch':>10}  (measured)")
     for name, found in rows.items():
         ms = statistics.median(r["ms"] for r in found)

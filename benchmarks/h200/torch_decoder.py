@@ -170,7 +170,10 @@ def main():
             try:
                 line = measure(args, attention, mode)
             except Exception as error:
-                line = {"name": f"torch attention={attention} mode={mode}", "error": repr(error)[:300]}
+                line = {
+                    "name": f"torch attention={attention} mode={mode}",
+                    "error": repr(error)[:300],
+                }
             print(json.dumps(line), flush=True)
             torch.cuda.empty_cache()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._digest import digests
@@ -317,7 +318,7 @@ def _on_disk(state: TrainState) -> TrainState:
     """Returns the state with random keys as the numbers that they are, live or abstract."""
 
     def one(x: Any) -> Any:
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
         if isinstance(x, jax.Array):
             return jax.random.key_data(x)
@@ -329,7 +330,7 @@ def _on_disk(state: TrainState) -> TrainState:
 
 def _in_memory(state: TrainState, plan: Blueprint) -> TrainState:
     def one(x: Any, like: Any) -> Any:
-        if not jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return x
         keys = jax.random.wrap_key_data(x, impl=key_impl(str(like.dtype)))
         return jax.device_put(keys, like.sharding)

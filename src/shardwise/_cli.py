@@ -29,5 +29,3 @@ def main() -> None:
         print(f"shardwise: {' '.join(text.split())}", file=sys.stderr)
         status = 2
     sys.exit(status)
-
-

@@ -101,5 +101,3 @@ def lay_out(
         except SystemExit as error:
             raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
     return found, made
-
-

@@ -85,7 +85,9 @@ def plan(
     """Lays a model out and shows it."""
     found, made = lay_out(target, mesh, on, strategy, rules, inputs)
     findings = check_layout(made)
-    optimizer = made.for_optimizer(found.optimizer, wrt=found.wrt) if isinstance(found, Recipe) else None
+    optimizer = (
+        made.for_optimizer(found.optimizer, wrt=found.wrt) if isinstance(found, Recipe) else None
+    )
     if explain is not None:
         try:
             typer.echo(made.explain(explain))

@@ -127,7 +127,7 @@ def train(
     try:
         fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
     except Stopped as stopped:
-        raise typer.Exit(stopped.code) from stopped
+        raise typer.Exit(stopped.status) from stopped
 
 
 @app.command(

@@ -250,11 +250,11 @@ class _Rows:
 
     def __init__(self, arrays: Any):
         self.arrays = jax.tree.map(np.asarray, arrays)
-        counts = {x.shape[0] if x.ndim else None for x in jax.tree.leaves(self.arrays)}
-        if len(counts) != 1 or None in counts:
+        counts = {x.shape[0] if x.ndim else -1 for x in jax.tree.leaves(self.arrays)}
+        if len(counts) != 1 or -1 in counts:
             shapes = jax.tree.map(lambda x: x.shape, self.arrays)
             raise ValueError(f"arrays of samples need as many rows (dim 0) each, got {shapes}")
-        self.count = counts.pop()
+        self.count: int = counts.pop()
 
     def __len__(self) -> int:
         return self.count

@@ -88,7 +88,9 @@ def run_demo(steps: int, directory: Path | None) -> None:
     tell.print(f"\n{time.perf_counter() - began:.0f} seconds. Next: shardwise train --help")
 
 
-def _go_on(recipe: Recipe, other: Layout, samples: Data, store: Checkpoints, steps: int) -> TrainState:
+def _go_on(
+    recipe: Recipe, other: Layout, samples: Data, store: Checkpoints, steps: int
+) -> TrainState:
     """Returns the state after the second half, from the middle checkpoint on."""
     with tempfile.TemporaryDirectory() as folder:
         middle = Checkpoints(folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 _ODD = 2654435761
@@ -25,12 +25,12 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     return {name: _digest_on(_mesh(array))(array) for name, array in arrays.items()}
 
 
-def _mesh(array: jax.Array) -> Mesh | None:
+def _mesh(array: jax.Array) -> Any:
     return array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
 
 
 @functools.lru_cache(maxsize=8)
-def _digest_on(mesh: Mesh | None) -> Any:
+def _digest_on(mesh: Any) -> Any:
     # Whole on every device, so that each process can read it.
     return jax.jit(_digest, out_shardings=None if mesh is None else NamedSharding(mesh, P()))
 

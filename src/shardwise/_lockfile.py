@@ -24,9 +24,7 @@ FORMAT = 1
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def text(
-    mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[str, str]]
-) -> str:
+def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[str, str]]) -> str:
     """Returns a lockfile's text."""
     head = {
         "format": FORMAT,

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 # Small enough that a process which needs part of a chunk reads little more than its part.
 _CHUNK_BYTES = 2**25
@@ -31,7 +32,7 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
                 for name, make_text in args.files.items():
                     (directory / name).write_text(make_text())
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="files")]
+        return [CommitFutureAwaitingContractedSignals(write(), name="files")]
 
     def save(self, directory: Any, args: FilesSave) -> None:
         """Writes the files at once."""

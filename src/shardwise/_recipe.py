@@ -97,7 +97,9 @@ class Recipe:
             raise ValueError(
                 f"a recipe's ema is a decay from 0 to below 1, such as 0.999, got {self.ema!r}"
             )
-        if self.rngs is not None and (isinstance(self.rngs, bool) or not isinstance(self.rngs, int)):
+        if self.rngs is not None and (
+            isinstance(self.rngs, bool) or not isinstance(self.rngs, int)
+        ):
             raise ValueError(f"a recipe's rngs is a seed, a number, got {self.rngs!r}")
         if self.compute_dtype is not None:
             try:

@@ -53,4 +53,5 @@ def _remat_class(base: type[Any], policy: Callable[..., Any]) -> type[Any]:
         nnx.update(self, state)
         return out
 
-    return type(base)(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    metaclass: Any = type(base)
+    return metaclass(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})

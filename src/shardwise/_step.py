@@ -25,6 +25,7 @@ from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe, remat_policy
 from ._remat import remat_modules
 from ._state import Arrays, TrainState
+
 # Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
 # before and after them no longer fuses: benchmarks/h200 measures it.
 _COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
@@ -292,9 +293,7 @@ def _cut(x: Any, parts: int) -> Any:
 
 def _cast_all(batch: Any, recipe: Recipe) -> Any:
     def cast(x: Any) -> Any:
-        return (
-            _as_dtype(x, recipe.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        )
+        return _as_dtype(x, recipe.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, batch)
 

@@ -21,11 +21,13 @@ class Stopped(SystemExit):
     Attributes:
         step: the last step that was taken.
         signal: the signal's name.
+        status: the exit status.
     """
 
     def __init__(self, step: int, number: int):
         """Keeps the step and the signal."""
-        super().__init__(128 + number)
+        self.status = 128 + number
+        super().__init__(self.status)
         self.step, self.signal = step, signal.Signals(number).name
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ def data() -> sw.Data:
 
     It is short, so it is cut 16 times, each time from another byte on.
     """
-    text = resources.files(__package__).joinpath("text.txt").read_bytes()
+    text = resources.files("shardwise.examples").joinpath("text.txt").read_bytes()
     raw = np.frombuffer(text, "uint8")
     cuts = [np.roll(raw, -4 * shift) for shift in range(16)]
     return sw.data(np.concatenate(cuts), length=LENGTH)

@@ -127,7 +127,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits for every position."""
         table = self.embed[...]
-        x = look_up(table, tokens, table.shape[0])
+        x = look_up(table, tokens)
         for block in self.blocks:
             x = block(x)
         return self.norm(x) @ (table.T if self.head is None else self.head[...])

@@ -22,9 +22,14 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
 
 
+def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns rows of `table`; their gradients are summed in float32, whatever its dtype."""
+    found: Any = _look_up(table, tokens, table.shape[0])
+    return found
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def look_up(table: jax.Array, tokens: jax.Array, rows: int) -> jax.Array:
-    """Returns the rows of `table`; the gradient is summed in float32, whatever the table's dtype."""
+def _look_up(table: jax.Array, tokens: jax.Array, rows: int) -> jax.Array:
     return table[tokens]
 
 
@@ -37,7 +42,7 @@ def _look_up_backward(rows: int, tokens: jax.Array, gradient: jax.Array) -> Any:
     return zeros.at[tokens].add(gradient.astype(jnp.float32)).astype(gradient.dtype), None
 
 
-look_up.defvjp(_looked_up, _look_up_backward)
+_look_up.defvjp(_looked_up, _look_up_backward)
 
 
 def mean_nll(logits: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
