@@ -5,7 +5,8 @@ from pathlib import Path
 import pages
 import pytest
 
-PAGES = sorted((Path(__file__).parent.parent / "docs" / "learn").glob("*.md"))
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted([*(DOCS / "learn").glob("*.md"), *(DOCS / "guides").glob("*.md")])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -15,4 +16,4 @@ def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
 
 
 def test_there_are_pages():
-    assert [page.stem for page in PAGES] == ["shard_map"]
+    assert [page.stem for page in PAGES] == ["checkpoints", "many_hosts", "training", "shard_map"]

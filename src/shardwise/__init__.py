@@ -9,6 +9,9 @@ from ._data import Data as Data
 from ._data import data as data
 from ._diff import LayoutDiff as LayoutDiff
 from ._diff import diff as diff
+from ._distributed import LostProcess as LostProcess
+from ._distributed import Processes as Processes
+from ._distributed import distributed as distributed
 from ._events import Event as Event
 from ._events import Shards as Shards
 from ._events import Trace as Trace

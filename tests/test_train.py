@@ -1,0 +1,495 @@
+"""Training: loss curves on eight devices against Flax's and JAX's own loops on one."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardwise as sw
+
+STEPS, ROWS, WIDTH, LENGTH, VOCAB, CLASSES = 50, 16, 16, 8, 32, 8
+# Float32 on eight devices sums in another order than on one; relative, over 50 steps.
+TOLERANCE = 2e-5
+
+
+class ConvNet(nnx.Module):
+    def __init__(self, rngs):
+        self.conv1 = nnx.Conv(8, 8, (3, 3), use_bias=False, rngs=rngs)
+        self.norm1 = nnx.BatchNorm(8, rngs=rngs)
+        self.conv2 = nnx.Conv(8, 16, (3, 3), use_bias=False, rngs=rngs)
+        self.norm2 = nnx.BatchNorm(16, rngs=rngs)
+        self.head = nnx.Linear(16, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm1(self.conv1(x)))
+        x = nnx.relu(self.norm2(self.conv2(x)))
+        return self.head(x.mean((1, 2)))
+
+
+class Block(nnx.Module):
+    """Pre-norm attention and MLP; attention along `axis`, where one is given."""
+
+    def __init__(self, rngs, rate=0.0, axis=None):
+        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.qkv = nnx.LinearGeneral(WIDTH, (3, 8, 2), use_bias=False, rngs=rngs)
+        self.out = nnx.LinearGeneral((8, 2), WIDTH, axis=(-2, -1), use_bias=False, rngs=rngs)
+        self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.mlp = models.GatedMlp(WIDTH, 32, rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+        self.axis = axis
+
+    def __call__(self, x):
+        q, k, v = (self.qkv(self.norm1(x))[:, :, i] for i in range(3))
+        if self.axis is None:
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        else:
+            mixed = sw.sequence_parallel_attention(q, k, v, axis=self.axis, causal=True)
+        x = x + self._drop(self.out(mixed))
+        return x + self._drop(self.mlp(self.norm2(x)))
+
+    def _drop(self, x):
+        return x if self.dropout is None else self.dropout(x)
+
+
+class Transformer(nnx.Module):
+    def __init__(self, rngs, **how):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs, **how) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Scanned(nnx.Module):
+    """Layers stacked and scanned over; or run as a pipeline along `axis`."""
+
+    def __init__(self, rngs, rate=0.0, layers=2, axis=None):
+        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs):
+            return Block(rngs, rate)
+
+        self.blocks = stack(rngs)
+        self.axis = axis
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        if self.axis is not None:
+            return self.embed.attend(sw.pipeline(self.blocks, axis=self.axis, microbatches=4)(x))
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, block):
+            return block(x)
+
+        return self.embed.attend(run(x, self.blocks))
+
+
+def squares(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def classes(model, batch):
+    logits = model(batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def next_token(model, tokens):
+    logits = model(tokens)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def draw(*shape, classes=None, seed=0):
+    rng = np.random.default_rng(seed)
+    if classes:
+        return rng.integers(0, classes, (STEPS, *shape), dtype="int32")
+    return rng.normal(size=(STEPS, *shape)).astype("float32")
+
+
+TOKENS = draw(ROWS, LENGTH, classes=VOCAB)
+VECTORS = {"x": draw(ROWS, WIDTH), "y": draw(ROWS, WIDTH, seed=1)}
+IMAGES = {"x": draw(ROWS, 6, 6, 8), "y": draw(ROWS, classes=CLASSES)}
+
+# Each: the model, its loss, 50 batches.
+MODELS = {
+    "mlp": (lambda: models.Mlp(WIDTH, 32, nnx.Rngs(0)), squares, VECTORS),
+    "conv": (lambda: ConvNet(nnx.Rngs(0)), classes, IMAGES),
+    "dropout": (lambda: Transformer(nnx.Rngs(0), rate=0.2), next_token, TOKENS),
+    "scanned": (lambda: Scanned(nnx.Rngs(0), rate=0.2), next_token, TOKENS),
+    "deep": (lambda: Scanned(nnx.Rngs(0), layers=4), next_token, TOKENS),
+    "staged": (lambda: Scanned(nnx.Rngs(0), layers=4, axis="stage"), next_token, TOKENS),
+    "whole": (lambda: Transformer(nnx.Rngs(0)), next_token, TOKENS),
+    "split": (lambda: Transformer(nnx.Rngs(0), axis="seq"), next_token, TOKENS),
+}
+FSDP = sw.fsdp("data", min_bytes=0)
+# Each: the mesh, the rules, and the spec of the batch where it is not the data axes.
+MESHES = {
+    "one": ("data=1", "dp", None),
+    "dp": ("data=8", "dp", None),
+    "fsdp": ("data=8", [FSDP], None),
+    "tensor": ("model=8", "tensor", None),
+    "fsdp+tensor": ("data=2,model=4", [sw.tensor("model"), FSDP], None),
+    "pipeline": ("data=2,stage=4", {"blocks.**": P("stage")}, None),
+    "pipeline+fsdp": ("data=2,stage=4", [{"blocks.**": P("stage")}, FSDP], None),
+    "sequence": ("data=2,seq=4", [FSDP], P("data", "seq")),
+}
+
+
+def optimizer():
+    return optax.adamw(3e-3, eps=1e-5)
+
+
+@functools.cache
+def mesh(axes, **more):
+    return sw.mesh(axes, on="cpu:1" if axes == "data=1" else "cpu:8", **more)
+
+
+def one_batch(batches, step):
+    return jax.tree.map(lambda x: x[step], batches)
+
+
+@functools.cache
+def recipe(name, batch_spec=None):
+    make, loss, batches = MODELS[name]
+    batch = one_batch(batches, 0)
+    return sw.Recipe(
+        model=make, loss=loss, optimizer=optimizer(), batch=batch, batch_spec=batch_spec
+    )
+
+
+@functools.cache
+def reference(name):
+    """Returns losses and variables of Flax's own loop, as its guide writes it, on one device."""
+    make, loss, batches = MODELS[name]
+    model = make()
+    tx = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, tx, batch):
+        value, grads = nnx.value_and_grad(loss)(model, batch)
+        tx.update(model, grads)
+        return value
+
+    losses = [float(step(model, tx, one_batch(batches, i))) for i in range(STEPS)]
+    return losses, flat(nnx.split(model)[1])
+
+
+def flat(state):
+    """Returns every variable of a state as NumPy, by dotted path."""
+    found = {}
+    for path, variable in nnx.to_flat_state(state):
+        array = variable.get_value()
+        is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+        array = jax.random.key_data(array) if is_key else array
+        found[".".join(map(str, path))] = np.asarray(array)
+    return found
+
+
+@functools.cache
+def trained(name, where):
+    """Returns the losses of 50 steps, and the last state, its layout and its step."""
+    axes, rules, spec = MESHES[where]
+    given = recipe(name, spec)
+    layout = sw.layout(given.model, mesh(axes), rules)
+    state, step = sw.train_state(given, layout), sw.train_step(given, layout)
+    losses = []
+    for i in range(STEPS):
+        state, metrics = step(state, one_batch(MODELS[name][2], i))
+        losses.append(metrics["loss"])
+    return [float(x) for x in losses], state, layout, step
+
+
+CASES = [
+    ("mlp", "one", "mlp"),
+    *((name, where, name) for name in ("mlp", "conv") for where in list(MESHES)[1:5]),
+    *((name, where, name) for name in ("dropout", "scanned") for where in list(MESHES)[1:5]),
+    ("staged", "pipeline", "deep"),
+    ("staged", "pipeline+fsdp", "deep"),
+    ("split", "sequence", "whole"),
+]
+
+
+@pytest.mark.parametrize(("name", "where", "plain"), CASES, ids=["-".join(c[:2]) for c in CASES])
+def test_loss_curves_are_those_of_one_device(name, where, plain):
+    losses, state, layout, _ = trained(name, where)
+    want, variables = reference(plain)
+    np.testing.assert_allclose(losses, want, rtol=TOLERANCE)
+    assert want[-1] < want[0] and int(state.step) == STEPS
+    assert where in ("one", "dp") or any(leaf.copies < 8 for leaf in layout.leaves)
+    got = flat(nnx.split(state.to_model(recipe(name).model))[1])
+    assert got.keys() == variables.keys() == state.model.keys()
+    for path, value in variables.items():
+        exact = np.issubdtype(value.dtype, np.integer)
+        # An Adam step is as long for a gradient of rounding errors as for a large one.
+        near = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-4}
+        np.testing.assert_allclose(got[path], value, **near, err_msg=path)
+
+
+def test_models_carry_what_is_no_parameter():
+    """What the curves compared: statistics moved, and each layer's dropout counted each call."""
+    _, first, layout, step = trained("conv", "fsdp")
+    assert np.abs(np.asarray(first.model["norm1.mean"])).max() > 1e-3
+    for name, want in (("dropout", 2 * STEPS), ("scanned", [2 * STEPS] * 2)):
+        _, state, _, _ = trained(name, "fsdp+tensor")
+        counts = {p: np.asarray(x) for p, x in state.model.items() if p.endswith("dropout.rngs.count")}
+        assert counts, sorted(state.model)
+        for path, count in counts.items():
+            np.testing.assert_array_equal(count, want, err_msg=path)
+
+
+def test_a_hand_written_step_has_the_same_losses():
+    tx = optimizer()
+
+    def loss(w, batch):
+        hidden = jax.nn.gelu(batch["x"] @ w["up"]["kernel"] + w["up"]["bias"])
+        out = hidden @ w["down"]["kernel"] + w["down"]["bias"]
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    @jax.jit
+    def step(w, opt, batch):
+        value, grads = jax.value_and_grad(loss)(w, batch)
+        updates, opt = tx.update(grads, opt, w)
+        return optax.apply_updates(w, updates), opt, value
+
+    w = nnx.to_pure_dict(nnx.state(MODELS["mlp"][0]()))
+    opt, losses = tx.init(w), []
+    for i in range(STEPS):
+        w, opt, value = step(w, opt, one_batch(VECTORS, i))
+        losses.append(float(value))
+    for where in ("dp", "fsdp+tensor"):
+        got, state, _, _ = trained("mlp", where)
+        np.testing.assert_allclose(got, losses, rtol=TOLERANCE)
+        for layer, name in (("up", "kernel"), ("down", "bias")):
+            np.testing.assert_allclose(state.model[f"{layer}.{name}"], w[layer][name], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "where"), [("mlp", "fsdp+tensor"), ("conv", "fsdp"), ("scanned", "fsdp+tensor")]
+)
+def test_the_state_lies_as_planned_and_compiles_once(name, where):
+    _, state, layout, step = trained(name, where)
+    assert step.jitted._cache_size() == 1
+    assert not sw.audit(layout, state.to_model(recipe(name).model))
+    moments = layout.for_optimizer(optimizer())
+    assert [leaf.path for leaf in moments.leaves] == list(state.optimizer)
+    for part, planned in ((state.model, layout), (state.optimizer, moments)):
+        for leaf in planned.leaves:
+            array = part[leaf.path]
+            assert array.sharding.spec == leaf.spec and array.sharding.mesh == layout.mesh
+            assert {s.data.shape for s in array.addressable_shards} == {leaf.shard_shape}
+    assert jax.tree.map(lambda x: x.sharding, state) == step.plan.shardings
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), step.plan.abstract
+    )
+    assert any(leaf.copies < 8 for leaf in moments.leaves)
+
+
+@functools.cache
+def small(axes="data=2,model=4"):
+    """Returns the recipe of the MLP, a layout that splits it, and its step, used by many tests."""
+    given = recipe("mlp")
+    layout = sw.layout(given.model, mesh(axes), "fsdp+tensor" if "model" in axes else "dp")
+    return given, layout, sw.train_step(given, layout)
+
+
+def test_the_state_that_is_given_is_used_up():
+    given, layout, step = small()
+    batch = one_batch(VECTORS, 0)
+    state = sw.train_state(given, layout)
+    after, _ = step(state, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(after))
+    words = "step was used up by an earlier step; model:down.bias was used up by an earlier step"
+    for _ in range(2):  # before and after JAX's own fast path
+        with pytest.raises(ValueError, match=words):
+            step(state, batch)
+        after, _ = step(after, batch)
+
+
+def test_batches_of_host_and_device_are_the_same_step():
+    given, layout, _ = small()
+    step = sw.train_step(given, layout)
+    state = sw.train_state(given, layout)
+    host = one_batch(VECTORS, 0)
+    placed = jax.device_put(host, jax.tree.map(lambda x: x.sharding, step.plan.batch))
+    for batch in (host, placed, jax.tree.map(jnp.asarray, host), host, placed):
+        state, metrics = step(state, batch)
+        assert metrics["loss"].sharding.is_fully_replicated
+    assert step.jitted._cache_size() == 1
+    assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
+    assert step.plan.batch["x"].sharding.spec == P(("data",))
+
+
+def test_the_state_before_the_first_step():
+    given, layout, _ = small()
+    state = sw.train_state(given, layout)
+    variables = flat(nnx.split(given.model())[1])
+    for path, array in state.model.items():
+        np.testing.assert_allclose(array, variables[path], rtol=1e-6, err_msg=path)
+    want = optimizer().init(nnx.state(given.model(), nnx.Param))
+    assert len(jax.tree.leaves(want)) == len(state.optimizer) and int(state.step) == 0
+    assert not any(np.asarray(x).any() for x in state.optimizer.values()) and state.ema == {}
+    other = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))  # noqa: E731
+    with pytest.raises(ValueError, match="of another model: it has 4 variables, this model 2"):
+        state.to_model(other)
+
+
+BATCHES = {
+    "shape": ({"x": (8, WIDTH)}, "batch['x'] is float32[8, 16], wanted float32[16, 16]"),
+    "rank": ({"y": (ROWS,)}, "batch['y'] is float32[16], wanted float32[16, 16]"),
+    "dtype": (
+        {"x": ((ROWS, WIDTH), "float64")},
+        "batch['x'] is float64[16, 16], wanted float32[16, 16] (cast it: .astype('float32'))",
+    ),
+    "both": (
+        {"x": ((8, WIDTH), "int32"), "y": (ROWS, 4)},
+        "the batch is not the recipe's: batch['x'] is int32[8, 16], wanted float32[16, 16] (cast "
+        "it: .astype('float32')); batch['y'] is float32[16, 4], wanted float32[16, 16]",
+    ),
+    "no-array": ({"y": "text"}, "batch['y'] is a str, wanted float32[16, 16]"),
+    "missing": ({"y": None}, "got batch['x'], wanted batch['x'], batch['y']"),
+    "extra": ({"z": (1,)}, "got batch['x'], batch['y'], batch['z'], wanted batch['x'], batch['y']"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_another_batch_is_refused_before_anything_is_compiled(case):
+    changes, words = BATCHES[case]
+    given, layout, _ = small()
+    step, state = sw.train_step(given, layout), sw.train_state(given, layout)
+    batch = dict(one_batch(VECTORS, 0))
+    for key, change in changes.items():
+        shape, dtype = change if change and isinstance(change[0], tuple) else (change, "float32")
+        batch[key] = np.zeros(shape, dtype) if isinstance(shape, tuple) else shape
+    for given_batch in (batch, jax.tree.map(lambda x: x, batch)):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            step(state, given_batch)
+    assert step.jitted._cache_size() == 0
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_a_batch_of_another_container_is_told_apart():
+    make = recipe("mlp").model
+    pair = (VECTORS["x"][0], VECTORS["y"][0])
+    loss = lambda model, batch: jnp.mean((model(batch[0]) - batch[1]) ** 2)  # noqa: E731
+    given = sw.Recipe(model=make, loss=loss, optimizer=optimizer(), batch=pair)
+    layout = small()[1]
+    with pytest.raises(ValueError, match="another structure") as caught:
+        sw.train_step(given, layout)(sw.train_state(given, layout), list(pair))
+    got, wanted = str(caught.value).split("got ")[1].split(", wanted ")
+    assert got != wanted
+
+
+def state_of(make=None, tx=None, rules="fsdp+tensor", axes="data=2,model=4", **more):
+    given = sw.Recipe(
+        model=make or recipe("mlp").model,
+        loss=squares,
+        optimizer=tx or optimizer(),
+        batch=one_batch(VECTORS, 0),
+        **more,
+    )
+    return sw.train_state(given, sw.layout(given.model, mesh(axes), rules))
+
+
+STATES = {
+    "optimizer": (
+        lambda: state_of(tx=optax.sgd(0.1)),
+        "optimizer:0.count is missing; optimizer:0.mu.down.bias is missing; "
+        "optimizer:0.mu.down.kernel is missing; and 6 more",
+    ),
+    "ema": (lambda: state_of(ema=0.9), "ema:down.bias is not the recipe's"),
+    "model": (lambda: state_of(lambda: ConvNet(nnx.Rngs(0))), "model:down.bias is missing"),
+    "width": (
+        lambda: state_of(lambda: models.Mlp(WIDTH, 64, nnx.Rngs(0))),
+        "model:down.kernel is float32[64, 16], wanted float32[32, 16]",
+    ),
+    "layout": (lambda: state_of(rules={"**.kernel": P("data")}), "down.kernel"),
+    "mesh": (lambda: state_of(axes="data=8"), "down.kernel"),
+    "dict": (dict, "the state is a dict: sw.train_state makes one"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_of_another_recipe_is_refused(case):
+    make, words = STATES[case]
+    state = make()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        small()[2](state, one_batch(VECTORS, 0))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_layouts_that_cannot_train_are_refused():
+    given, layout, _ = small()
+    wrong = sw.layout(given.model, mesh("data=8"), {"up.kernel": P("dta"), "down.kernel": P(None, None, "data")})
+    other = sw.layout(lambda: models.Mlp(WIDTH, 64, nnx.Rngs(0)), mesh("data=8"))
+    nowhere = sw.layout(given.model, sw.mesh("data=8", on="none"))
+    before = len(jax.live_arrays())
+    for make in (sw.train_step, sw.train_state):
+        with pytest.raises(sw.LayoutError) as caught:
+            make(given, wrong)
+        assert {f.path for f in caught.value.findings} == {"up.kernel", "down.kernel"}
+        with pytest.raises(sw.LayoutError, match=r"the layout has float32\[64, 16\], the model"):
+            make(given, other)
+        with pytest.raises(ValueError, match=r"data=8 of no devices.*layout.on\(sw.mesh"):
+            make(given, nowhere)
+        with pytest.raises(ValueError, match="the recipe is a Layout: see sw.Recipe"):
+            make(layout, given)
+        with pytest.raises(ValueError, match="the layout is a Mesh: see sw.layout"):
+            make(given, layout.mesh)
+    assert len(jax.live_arrays()) == before
+
+
+@pytest.mark.parametrize("name", ["mlp", "scanned"])
+def test_layouts_of_a_lockfile_train_as_well(name, tmp_path):
+    axes, rules, _ = MESHES["fsdp+tensor"]
+    given = recipe(name)
+    sw.layout(given.model, sw.mesh(axes, on="none"), rules).save(tmp_path / "layout.json")
+    layout = sw.load_layout(tmp_path / "layout.json", mesh(axes))
+    state, step = sw.train_state(given, layout), sw.train_step(given, layout)
+    losses = []
+    for i in range(3):
+        state, metrics = step(state, one_batch(MODELS[name][2], i))
+        losses.append(float(metrics["loss"]))
+    assert losses == trained(name, "fsdp+tensor")[0][:3]
+    assert not sw.audit(layout, state.to_model(given.model))
+
+
+@pytest.mark.parametrize("explicit", [True, ("data",)], ids=["all", "data"])
+def test_explicit_meshes(explicit):
+    given = recipe("mlp")
+    rules = "dp" if explicit is True else "tensor"
+    layout = sw.layout(given.model, mesh("data=2,model=4", explicit=explicit), rules)
+    assert AxisType.Explicit in layout.mesh.axis_types
+    state, step = sw.train_state(given, layout), sw.train_step(given, layout)
+    for i in range(5):
+        state, metrics = step(state, one_batch(VECTORS, i))
+        np.testing.assert_allclose(metrics["loss"], reference("mlp")[0][i], rtol=TOLERANCE)
+    assert jax.tree.map(lambda x: x.sharding, state) == step.plan.shardings
+
+
+@pytest.mark.parametrize("axes", ["data=2,model=4", "data=8", "x=2"])
+def test_a_callers_own_mesh_does_not_disturb(axes):
+    """orbax#3164, flax#4791: jax.set_mesh around everything, or around a later step only."""
+    given, layout, step = small()
+    with jax.set_mesh(sw.mesh(axes, on="cpu:8" if axes != "x=2" else "cpu:2")):
+        inner = sw.layout(given.model, layout.mesh, "fsdp+tensor")
+        state = sw.train_state(given, inner)
+        for i in range(2):
+            state, metrics = step(state, one_batch(VECTORS, i))
+            np.testing.assert_allclose(metrics["loss"], reference("mlp")[0][i], rtol=TOLERANCE)
+    state, metrics = step(state, one_batch(VECTORS, 2))
+    np.testing.assert_allclose(metrics["loss"], reference("mlp")[0][2], rtol=TOLERANCE)
+    assert jax.tree.map(lambda x: x.sharding, state) == step.plan.shardings
