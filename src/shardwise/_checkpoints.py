@@ -57,7 +57,7 @@ class Checkpoints:
         >>> other = sw.layout(make, sw.mesh("data=4", on="cpu:4"), sw.fsdp("data", min_bytes=0))
         >>> state = checkpoints.restore(recipe, other)
         >>> state.model["kernel"].sharding.spec
-        PartitionSpec(None, 'data')
+        P(None, 'data')
     """
 
     def __init__(

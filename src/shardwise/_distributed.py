@@ -170,23 +170,30 @@ def naming_lost_process(during: str = "") -> Iterator[None]:
         >>> with naming_lost_process("step 12"):
         ...     pass
     """
+    if not _WATCHES:
+        yield
+        return
+    watch = _WATCHES[0]
+    watch.inside_since = time.monotonic()
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
-        loss = _WATCHES[0].find_for(error) if _WATCHES else None
+        loss = watch.find_for(error)
         if loss is None:
             raise
-        text = _WATCHES[0].settle(loss, during, str(error).splitlines()[0])
+        text = watch.settle(loss, during, str(error).splitlines()[0])
         raise LostProcess(text, loss.lost) from error
+    finally:
+        watch.inside_since = math.inf
 
 
 def _launched() -> Processes:
     """Returns the place that `shardwise launch` gave to this process, with its devices set."""
-    missing = [name for name in _REQUIRED if name not in os.environ]
-    if missing:
+    present = [name for name in _REQUIRED if name in os.environ]
+    if missing := [name for name in _REQUIRED if name not in present]:
         raise ValueError(
-            f"{' and '.join(missing)} not set, though {' and '.join(set(_REQUIRED) - set(missing))} "
-            f"is: shardwise launch sets all of {', '.join(_REQUIRED)}"
+            f"{' and '.join(missing)} not set, though {' and '.join(present)} is: "
+            f"shardwise launch sets all of {', '.join(_REQUIRED)}"
         )
     address = os.environ["SHARDWISE_COORDINATOR"]
     if not re.fullmatch(r".+:\d+", address):
@@ -336,6 +343,8 @@ class _Watch:
         self._peers: dict[int, tuple[str, int, str]] = {}
         self._heard: dict[int, tuple[str, float]] = {}
         self._quiet: tuple[int, ...] = ()
+        self._done: tuple[int, ...] = ()
+        self.inside_since = math.inf
         self._answered = time.monotonic()
         self._leaving = False
         self._raised = False
@@ -440,12 +449,13 @@ class _Watch:
         if quiet_seconds is not None or self.processes.index == 0 or gone:
             self._count_beats(store)
         if self.processes.index == 0:
-            quiet = self._silent_for(self._timeout / 2)
-            if quiet != self._quiet:
-                store.key_value_set("shardwise/notice/quiet", json.dumps(quiet), True)
-                self._quiet = quiet
+            done = tuple(i for i, (beat, _) in self._heard.items() if beat == "done")
+            state = (self._silent_for(self._timeout / 2), done)
+            if state != (self._quiet, self._done):
+                store.key_value_set("shardwise/notice/state", json.dumps(state), True)
         notices = dict(store.key_value_dir_get("shardwise/notice/"))
-        self._quiet = tuple(json.loads(notices.pop("shardwise/notice/quiet", "[]")))
+        state = json.loads(notices.pop("shardwise/notice/state", "[[], []]"))
+        self._quiet, self._done = map(tuple, state)
         for notice in map(json.loads, notices.values()):
             # It may be about this process, which another one took for lost.
             if self.processes.index not in notice["lost"]:
@@ -453,6 +463,8 @@ class _Watch:
         gone = tuple(i for i in gone if self._heard.get(i, ("", 0))[0] != "done")
         if gone:
             return _Loss(gone, "was lost", "its process is gone from this host")
+        if self._done and time.monotonic() - self.inside_since > self._timeout:
+            return _Loss(self._done, "ended", f"process {self.processes.index} still waits for it")
         silent = self._silent_for(quiet_seconds) if quiet_seconds is not None else ()
         return _Loss(silent, "was lost", "nothing is heard of it") if silent else None
 
@@ -520,6 +532,9 @@ class _Watch:
             # All end at once, so that who is gone by now need not be who was lost: that is last.
             if loss is None and (quiet := tuple(i for i in self._quiet if i != me)):
                 loss = _Loss(quiet, "was lost", f"nothing was heard of it for {self._timeout:g} s")
+            if loss is None and self._done:
+                # JAX waited for all to end: who has not is no loss, and who has is the cause.
+                loss = _Loss(self._done, "ended", "JAX waited for the others to end, in vain")
             if loss is None and me and self._coordinator_is_away():
                 loss = _Loss((0,), "was lost", "it is the coordinator, and does not answer")
             if loss is None and (gone := self._gone_from_here()):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ._checkpoints import Checkpoints
 from ._data import Data, open_batches
+from ._distributed import naming_lost_process
 from ._layout import Layout
 from ._place import require_devices
 from ._recipe import Recipe
@@ -108,23 +109,24 @@ def fit(
         batches = open_batches(data, plan, position)
         try:
             for number in range(first + 1, steps + 1):
-                tracer.before(number, asked=stop.profile or number == profile)
-                stop.profile = False
-                state, metrics = step(state, _next(batches, number, steps))
-                tracer.after(number, metrics)
-                watch.add(number, metrics)
-                asked = stop.asked()
-                if evaluate_every and judge and number % evaluate_every == 0:
-                    with watch.pause():
-                        watch.note(number, judge(state))
-                if saver.due(number) or asked or number == steps:
-                    watch.catch_up()
-                    with watch.pause():
-                        saver.save(number, state, batches.position)
-                if asked:
-                    saver.wait()
-                    watch.say(f"stopped after step {number}, saved to {saver.place}")
-                    raise Stopped(number, asked)
+                with naming_lost_process(f"step {number}"):
+                    tracer.before(number, asked=stop.profile or number == profile)
+                    stop.profile = False
+                    state, metrics = step(state, _next(batches, number, steps))
+                    tracer.after(number, metrics)
+                    watch.add(number, metrics)
+                    asked = stop.asked()
+                    if evaluate_every and judge and number % evaluate_every == 0:
+                        with watch.pause():
+                            watch.note(number, judge(state))
+                    if saver.due(number) or asked or number == steps:
+                        watch.catch_up()
+                        with watch.pause():
+                            saver.save(number, state, batches.position)
+                    if asked:
+                        saver.wait()
+                        watch.say(f"stopped after step {number}, saved to {saver.place}")
+                        raise Stopped(number, asked)
         except NotFinite as error:
             raise NotFinite(f"{error}; {saver.last_good()}") from None
         finally:

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.05
 
 
 def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
-    r"""Returns the exit code of N local processes of one command: 0, or that of the one that failed.
+    """Returns the exit code of N local processes of one command: 0, or that of the one that failed.
 
     Each process finds its place with `shardwise.distributed()`. Each line that one writes comes
     out as a whole, after its index: `[1] step 20`. SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all.
@@ -267,13 +267,17 @@ class _Output:
     def _lines(self, index: int, lines: list[bytes], into: TextIO) -> None:
         # What a terminal would show of a line: what stands after its last carriage return.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        self._write(into, b"".join(b"[%d] %s\n" % (index, line) for line in shown))
+        if lines:
+            self._write(into, b"".join(b"[%d] %s\n" % (index, line) for line in shown))
 
     def _write(self, into: TextIO, data: bytes) -> None:
         with self._lock:
             try:
                 into.flush()
-                into.buffer.write(data)
+                if hasattr(into, "buffer"):
+                    into.buffer.write(data)
+                else:
+                    into.write(data.decode(errors="replace"))
                 into.flush()
             except (BrokenPipeError, ValueError):
                 # The reader has left (`| head`). Python would complain of it again at exit.

@@ -60,7 +60,9 @@ class Stopping:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Gives them back."""
+        """Gives them back, when what the processes still tell each other has arrived."""
+        if self._agree is not None and (error[0] is None or issubclass(error[0], Stopped)):
+            self._agree.settle()
         for number, handler in self._before.items():
             # None stands for a handler that was not set from Python and cannot be put back.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -98,3 +100,8 @@ class _Agreement:
         self._pending.append(self._highest(given))
         # Two steps late, on every process alike: the devices need not be waited for.
         return int(np.asarray(self._pending.pop(0))) if len(self._pending) > 2 else 0
+
+    def settle(self) -> None:
+        """Waits for what is under way: a process must not end in the middle of a collective."""
+        jax.block_until_ready(self._pending)
+        self._pending.clear()

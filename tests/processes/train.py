@@ -1,7 +1,7 @@
 """Sums over all devices step by step; `--until` steps, or for ever.
 
-Process `--fail` raises at step 5, and with `--plain` nothing names a lost process but shardwise
-itself, at exit.
+Process `--fail` raises at step 5, process `--leave` exits there with code 3. With `--plain`
+nothing but shardwise itself, at exit, names a lost process.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from shardwise._distributed import distributed, naming_lost_process
 parser = argparse.ArgumentParser()
 parser.add_argument("--until", type=int, default=10**9)
 parser.add_argument("--fail", type=int)
+parser.add_argument("--leave", type=int)
 parser.add_argument("--timeout", type=float, default=30)
 parser.add_argument("--start", type=float, default=300)
 parser.add_argument("--plain", action="store_true")
@@ -41,6 +42,8 @@ total = jax.jit(
 for step in range(options.until):
     if step == 5 and options.fail == here.index:
         raise ValueError("this process has an error of its own")
+    if step == 5 and options.leave == here.index:
+        raise SystemExit(3)
     with contextlib.nullcontext() if options.plain else naming_lost_process(f"step {step}"):
         result = total(x).block_until_ready()
     if step == 9:
