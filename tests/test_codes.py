@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import jax
@@ -39,12 +40,13 @@ def mlp():
     return models.Mlp(16, 32, rngs())
 
 
-def linear(inner=8, outer=16, *, names=None, bias=False, **metadata):
+def linear(inner=8, outer=16, *, names=None, bias=False, param_dtype="float32", **metadata):
     """Returns a factory of one layer, its kernel annotated with `names`."""
     init = nnx.initializers.lecun_normal()
     if names is not None:
         init = nnx.with_partitioning(init, names, **metadata)
-    return lambda: nnx.Linear(inner, outer, use_bias=bias, kernel_init=init, rngs=rngs())
+    options = {"use_bias": bias, "kernel_init": init, "param_dtype": param_dtype}
+    return lambda: nnx.Linear(inner, outer, **options, rngs=rngs())
 
 
 def stack(names, *, bias=False, **options):
@@ -75,6 +77,26 @@ def simulated(body, *axes, **options):
     return sw.simulate(body, **how, **options).check(jnp.arange(8.0))
 
 
+def preflight(saved, wanted, *, rules="dp", tx=None, wanted_tx=None):
+    """Checks a checkpoint of one model before it is restored as another."""
+
+    def recipe(make, tx):
+        return sw.Recipe(
+            model=make,
+            loss=lambda model, x: model(x).mean(),
+            optimizer=tx or optax.sgd(0.1),
+            batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        )
+
+    before, after = recipe(saved, tx), recipe(wanted, wanted_tx)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = sw.Checkpoints(folder)
+        checkpoints.save(0, sw.train_state(before, sw.layout(saved, cpu("data=8"), "dp")))
+        checkpoints.close()
+        layout = sw.layout(wanted, cpu("data=8"), rules)
+        return checkpoints.preflight(after, layout).findings
+
+
 def lonely(x):
     """Calls a collective on some devices only."""
     some = jax.lax.axis_index("data") > 1
@@ -102,7 +124,7 @@ def test_page_runs(code):
     assert pages.run(example, "example.py") == text
     assert f"{severity}[{code}] {name}: " in text
     assert example.splitlines()[-1].startswith(
-        ("print(sw.check(", "print(sw.audit(", "print(f.check(")
+        ("print(sw.check(", "print(sw.audit(", "print(f.check(", "print(checkpoints.preflight(")
     )
     assert "\nassert " in instead
     assert pages.run(instead, "example.py") == ""
@@ -223,6 +245,36 @@ POSITIVE = {
         "the layout has float32[8, 16], the model has float32[8, 32]",
         "make the layout again from this model",
     ),
+    "SW401": (
+        lambda: preflight(linear(), linear(), wanted_tx=optax.sgd(0.1, 0.9)),
+        "optimizer.0.trace.kernel",
+        "the recipe has float32[8, 16], the checkpoint of step 0 has no such array",
+        "restore with the recipe that it was saved by, or another step",
+    ),
+    "SW402": (
+        lambda: preflight(linear(), linear(), tx=optax.sgd(0.1, 0.9)),
+        "optimizer.0.trace.kernel",
+        "the checkpoint has float32[8, 16], the recipe has no such array",
+        "restore with the recipe that it was saved by, or another step",
+    ),
+    "SW403": (
+        lambda: preflight(linear(), linear(8, 32)),
+        "model.kernel",
+        "the checkpoint has shape (8, 16), the recipe (8, 32)",
+        "restore with the recipe that it was saved by, or another step",
+    ),
+    "SW404": (
+        lambda: preflight(linear(), linear(param_dtype="bfloat16")),
+        "model.kernel",
+        "the checkpoint has float32, the recipe bfloat16",
+        "restore with the saved dtype, then cast",
+    ),
+    "SW405": (
+        lambda: preflight(linear(), linear(), rules={"kernel": P("data")}),
+        "model.kernel",
+        "saved as P() on data=8, restored as P('data') on data=8",
+        "nothing, if this is meant: each process reads the parts that it needs",
+    ),
     "SW501": (
         lambda: simulated(lambda x: x),
         "output",
@@ -266,6 +318,11 @@ NEGATIVE = {
     "SW202": lambda: audit(linear(bias=True), linear(bias=True)),
     "SW203": lambda: audit(linear(), linear()),
     "SW204": lambda: audit(linear(8, 32), linear(8, 32)),
+    "SW401": lambda: preflight(linear(), linear()),
+    "SW402": lambda: preflight(linear(), linear(), tx=optax.adam(1), wanted_tx=optax.adam(1)),
+    "SW403": lambda: preflight(linear(8, 32), linear(8, 32)),
+    "SW404": lambda: preflight(linear(param_dtype="bfloat16"), linear(param_dtype="bfloat16")),
+    "SW405": lambda: preflight(linear(), linear(), rules="dp"),
     "SW501": lambda: simulated(lambda x: jax.lax.psum(x, "data")),
     "SW502": lambda: simulated(lambda x: jax.lax.all_gather(x, "data"), check_vma=False),
     "SW503": lambda: simulated(lambda x: x + jax.lax.psum(x, "data"), "data"),

@@ -5,7 +5,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import optax
 import pytest
@@ -22,8 +21,26 @@ BATCHES = [
 ]
 
 
+def waves(key, shape, dtype):
+    """Numbers like random ones that compile in no time."""
+    return jnp.sin(jnp.arange(np.prod(shape), dtype=dtype) ** 2).reshape(shape) / 4
+
+
+def linear(rngs, hidden=WIDTH, **how):
+    return nnx.Linear(WIDTH, hidden, kernel_init=waves, rngs=rngs, **how)
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up = linear(rngs, 32)
+        self.down = nnx.Linear(32, WIDTH, kernel_init=waves, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jnp.tanh(self.up(x)))
+
+
 def make():
-    return models.Mlp(WIDTH, 32, nnx.Rngs(0))
+    return Mlp(nnx.Rngs(0))
 
 
 def loss(model, batch):
@@ -117,7 +134,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name):
     losses, _, state, _ = run(optimizer=OPTIMIZERS[name]())
-    near(losses, optax_loop(OPTIMIZERS[name]()))
+    near(losses, plain() if name == "adamw" else optax_loop(OPTIMIZERS[name]()))
     if name == "sgd":
         assert state.optimizer == {}
 
@@ -136,7 +153,7 @@ def test_accumulate_is_the_whole_batch_for_a_mean_loss(parts):
 
 class Normed(nnx.Module):
     def __init__(self, rngs):
-        self.inner = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+        self.inner = linear(rngs, use_bias=False)
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x):
@@ -154,7 +171,8 @@ def test_accumulate_carries_statistics_from_part_to_part(dtype):
         model(BATCHES[0]["x"][part::2])
     for path, want in (("norm.mean", model.norm.mean), ("norm.var", model.norm.var)):
         assert state.model[path].dtype == "float32"
-        near(state.model[path], want[...], TOLERANCE if dtype is None else 2e-2)
+        atol = 1e-6 if dtype is None else 1e-3
+        np.testing.assert_allclose(state.model[path], want[...], rtol=TOLERANCE, atol=atol)
 
 
 def test_clip():
@@ -192,40 +210,39 @@ def test_compute_dtype_is_seen_by_the_loss_alone():
     assert (kernel != kernel.astype(jnp.bfloat16).astype("float32")).any()
 
 
+SAVE_NOTHING = jax.checkpoint_policies.nothing_saveable
+# Each: what is given, and how many products the step has: without remat 2 forward and 3 backward,
+# as the batch needs no gradient. A module that is rematerialised needs its last product no more.
 REMATS = {
-    "name": "nothing_saveable",
-    "policy": jax.checkpoint_policies.nothing_saveable,
-    "modules": {"up": "nothing_saveable", "down": jax.checkpoint_policies.dots_saveable},
-    "any": {"*": "nothing_saveable"},
+    "none": (None, 5),
+    "saved": ("everything_saveable", 5),
+    "name": ("nothing_saveable", 7),
+    "policy": (SAVE_NOTHING, 7),
+    "module": ({"inner": "nothing_saveable"}, 6),
+    "modules": ({"**.up": "dots_saveable", "*": SAVE_NOTHING}, 6),
 }
+
+
+class Outer(nnx.Module):
+    def __init__(self, rngs):
+        self.inner = Mlp(rngs)
+
+    def __call__(self, x):
+        return self.inner(x)
 
 
 @pytest.mark.parametrize("case", REMATS)
 def test_remat_computes_again_and_the_same(case):
-    def deep():
-        def layer(i):
-            return models.Mlp(WIDTH, 32, nnx.Rngs(i))
-
-        return nnx.Sequential(layer(0), layer(1))
-
-    given = REMATS[case]
-    if isinstance(given, dict):
-        given = {f"layers.*.{k}" if k != "*" else "layers.*": v for k, v in given.items()}
-    losses, _, _, step = run(2, model=deep, remat=given)
-    near(losses, optax_loop(adamw(), deep)[:2])
-    kept, again = (residual_dots(step) for step in (begin(model=deep)[1], step))
-    # 4 products forward, 3 + 4 backward (the batch needs no gradient): the rest is made again.
-    assert kept == 11 and again == {"name": 14, "policy": 14, "modules": 11, "any": 13}[case]
-
-
-def residual_dots(step):
+    given, products = REMATS[case]
+    losses, _, _, step = run(2, model=lambda: Outer(nnx.Rngs(0)), remat=given)
+    near(losses, plain()[:2])
     jaxpr = str(jax.make_jaxpr(step.plan.step)(step.plan.abstract, step.plan.batch))
-    return jaxpr.count("dot_general[")
+    assert jaxpr.count("dot_general[") == products
 
 
 class Dropping(nnx.Module):
     def __init__(self, rngs):
-        self.inner, self.drop = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Dropout(0.5)
+        self.inner, self.drop = linear(rngs), nnx.Dropout(0.5)
 
     def __call__(self, x, rngs, scale=1.0, *, flag=True):
         return self.drop(self.inner(x), rngs=rngs) * (scale if flag else 0)
@@ -248,12 +265,16 @@ def noisy(model, batch, rngs):
 @functools.cache
 def dropped(axes="data=2,model=4", rules="fsdp+tensor", patterns=()):
     remat = dict(patterns) or None
-    return run(model=lambda: Dropped(nnx.Rngs(0)), loss=noisy, rngs=3, remat=remat, axes=axes, rules=rules)[0]
+    return run(
+        model=lambda: Dropped(nnx.Rngs(0)), loss=noisy, rngs=3, remat=remat, axes=axes, rules=rules
+    )[0]
 
 
 def test_rngs_are_new_at_each_step_and_the_same_on_each_mesh():
     near(dropped("data=8", "dp"), dropped())
-    state, step = begin(model=lambda: Dropped(nnx.Rngs(0)), loss=noisy, rngs=3, optimizer=optax.sgd(0.0))
+    state, step = begin(
+        model=lambda: Dropped(nnx.Rngs(0)), loss=noisy, rngs=3, optimizer=optax.sgd(0.0)
+    )
     seen = set()
     for _ in range(3):
         state, metrics = step(state, BATCHES[0])
@@ -359,7 +380,7 @@ def test_batches_of_64_bits_are_what_jax_makes_of_them():
 
 class Weak(nnx.Module):
     def __init__(self, rngs):
-        self.inner, self.scale = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Variable(jnp.asarray(1.0))
+        self.inner, self.scale = linear(rngs), nnx.Variable(jnp.asarray(1.0))
 
     def __call__(self, x):
         self.scale[...] = self.scale[...] * jnp.float32(0.5)
@@ -372,7 +393,10 @@ def test_weak_types_compile_once():
 
 
 LOSSES = {
-    "array": (lambda m, b: m(b["x"]), "returned an array of shape (16, 16): it must return a scalar"),
+    "array": (
+        lambda m, b: m(b["x"]),
+        "returned an array of shape (16, 16): it must return a scalar",
+    ),
     "number": (lambda m, b: 1.0, "returned a float"),
     "nothing": (lambda m, b: None, "returned a NoneType"),
     "integer": (lambda m, b: jnp.sum(b["x"] > 0), "int32"),
@@ -388,29 +412,43 @@ def test_losses_that_are_refused(case):
     state, step = begin(loss=given, rules="dp")
     with pytest.raises(ValueError, match=re.escape(words)):
         step(state, BATCHES[0])
-    assert step.jitted._cache_size() == 0
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 RECIPES = {
-    "model": ({"model": models.Mlp(4, 4, nnx.Rngs(0))}, "model is a function of no arguments that returns an nnx.Module, got a Mlp"),
+    "model": (
+        {"model": Mlp(nnx.Rngs(0))},
+        "model is a function of no arguments that returns an nnx.Module, got a Mlp",
+    ),
     "loss": ({"loss": 3}, "loss is a function of a model and a batch, got a int"),
     "optimizer": ({"optimizer": 0.1}, "optimizer is an optax transformation, got a float"),
     "batch": ({"batch": {"x": (8, 16)}}, "batch['x'][0] is 8: use jax.ShapeDtypeStruct"),
     "no-parts": ({"accumulate": 0}, "accumulates over 1 part or more, got 0"),
     "half-parts": ({"accumulate": 2.0}, "accumulates over 1 part or more, got 2.0"),
     "bool-parts": ({"accumulate": True}, "accumulates over 1 part or more, got True"),
-    "parts": ({"accumulate": 3}, "accumulate=3 cannot cut batch['x'] of shape (16, 16): dim 0 (size 16) does not divide"),
+    "parts": (
+        {"accumulate": 3},
+        "accumulate=3 cannot cut batch['x'] of shape (16, 16): dim 0 (size 16) does not divide",
+    ),
     "clip": ({"clip": 0}, "clips gradients to a positive norm, got 0"),
     "clip-nan": ({"clip": float("nan")}, "clips gradients to a positive norm, got nan"),
     "clip-text": ({"clip": "1"}, "clips gradients to a positive norm, got '1'"),
     "ema": ({"ema": 1.0}, "ema is a decay from 0 to below 1, such as 0.999, got 1.0"),
     "ema-text": ({"ema": "0.9"}, "ema is a decay from 0 to below 1, such as 0.999, got '0.9'"),
     "rngs": ({"rngs": nnx.Rngs(0)}, "rngs is a seed, a number, got Rngs"),
-    "dtype": ({"compute_dtype": "int8"}, "compute_dtype is a floating one, such as 'bfloat16', got 'int8'"),
+    "dtype": (
+        {"compute_dtype": "int8"},
+        "compute_dtype is a floating one, such as 'bfloat16', got 'int8'",
+    ),
     "no-dtype": ({"compute_dtype": "float17"}, "compute_dtype is a floating one"),
-    "policy": ({"remat": "dots"}, "remat='dots' is no policy without arguments of jax.checkpoint_policies: they are checkpoint_dots"),
-    "needs-arguments": ({"remat": "save_only_these_names"}, "others are given themselves, such as jax.checkpoint_policies.save_only"),
+    "policy": (
+        {"remat": "dots"},
+        "remat='dots' is no policy without arguments of jax.checkpoint_policies: they are checkpoint_dots",
+    ),
+    "needs-arguments": (
+        {"remat": "save_only_these_names"},
+        "others are given themselves, such as jax.checkpoint_policies.save_only",
+    ),
     "module-policy": ({"remat": {"up": "all"}}, "remat='all' is no policy"),
 }
 
@@ -424,13 +462,22 @@ def test_recipes_that_are_refused(case):
 
 SMALL = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
 STEPS_REFUSED = {
-    "nothing": ({"wrt": nnx.BatchStat}, "selects no variable of the model, so nothing would be trained: its variables are of kind Param"),
+    "nothing": (
+        {"wrt": nnx.BatchStat},
+        "selects no variable of the model, so nothing would be trained: its variables are of kind Param",
+    ),
     "batch": (
         {"batch": {"x": SMALL, "y": jax.ShapeDtypeStruct((9, WIDTH), "float32")}},
         "batch['y'] of shape (9, 16) cannot be split as P('data') on data=2,model=4: dim 0 (size 9) cannot be split 2 ways over axis 'data'",
     ),
-    "axis": ({"batch_spec": P("dta")}, "batch['x'] of shape (16, 16) cannot be split as P('dta') on data=2,model=4: axis 'dta' is not on the mesh"),
-    "tree": ({"batch_spec": {"x": P()}}, "give one PartitionSpec, or a pytree of them like the batch, which has batch['x'], batch['y']"),
+    "axis": (
+        {"batch_spec": P("dta")},
+        "batch['x'] of shape (16, 16) cannot be split as P('dta') on data=2,model=4: axis 'dta' is not on the mesh",
+    ),
+    "tree": (
+        {"batch_spec": {"x": P()}},
+        "give one PartitionSpec, or a pytree of them like the batch, which has batch['x'], batch['y']",
+    ),
     "parts": (
         {"accumulate": 4, "batch_spec": P(("data", "model"))},
         "accumulate=4 cuts batch['x'] into parts of 4 samples, which cannot be split 8 ways over data+model: make the batch a multiple of 32",

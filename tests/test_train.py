@@ -448,7 +448,9 @@ def test_a_state_of_another_recipe_is_refused(case):
 
 def test_layouts_that_cannot_train_are_refused():
     given, layout, _ = small()
-    wrong = sw.layout(given.model, mesh("data=8"), {"up.kernel": P("dta"), "down.kernel": P(None, None, "data")})
+    wrong = sw.layout(
+        given.model, mesh("data=8"), {"up.kernel": P("dta"), "down.kernel": P(None, None, "data")}
+    )
     other = sw.layout(lambda: models.Mlp(WIDTH, 64, nnx.Rngs(0)), mesh("data=8"))
     nowhere = sw.layout(given.model, sw.mesh("data=8", on="none"))
     before = len(jax.live_arrays())

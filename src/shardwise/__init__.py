@@ -9,8 +9,6 @@ from ._data import Data as Data
 from ._data import data as data
 from ._diff import LayoutDiff as LayoutDiff
 from ._diff import diff as diff
-from ._distributed import LostProcess as LostProcess
-from ._distributed import Processes as Processes
 from ._distributed import distributed as distributed
 from ._events import Event as Event
 from ._events import Shards as Shards
@@ -25,6 +23,8 @@ from ._layout import load_layout as load_layout
 from ._leaf import Leaf as Leaf
 from ._leaf import Opinion as Opinion
 from ._mesh import mesh as mesh
+from ._peers import LostProcess as LostProcess
+from ._peers import Processes as Processes
 from ._pipeline import Pipeline as Pipeline
 from ._pipeline import pipeline as pipeline
 from ._place import init as init

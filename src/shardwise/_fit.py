@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from ._checkpoints import Checkpoints
 from ._data import Data, open_batches
-from ._distributed import naming_lost_process
 from ._layout import Layout
+from ._peers import naming_lost_process
 from ._place import require_devices
 from ._recipe import Recipe
 from ._state import TrainState

@@ -26,6 +26,8 @@ _FORWARDED = tuple(
 )
 # How a process ends that lost another one, with and without shardwise: never the first cause.
 _CONSEQUENCES = (75, -signal.SIGABRT)
+# Gloo writes one for each device and group of devices, which says nothing to anyone.
+_NOISE = b"[Gloo] Rank "
 _PROGRESS_SECONDS = 10.0
 _LONGEST_LINE = 1 << 20
 _POLL_SECONDS = 0.05
@@ -267,7 +269,8 @@ class _Output:
     def _lines(self, index: int, lines: list[bytes], into: TextIO) -> None:
         # What a terminal would show of a line: what stands after its last carriage return.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
-        if lines:
+        shown = [line for line in shown if not line.startswith(_NOISE)]
+        if shown:
             self._write(into, b"".join(b"[%d] %s\n" % (index, line) for line in shown))
 
     def _write(self, into: TextIO, data: bytes) -> None:

@@ -75,5 +75,9 @@ state = sw.fit(
     log_every=1,
 )
 if here.index == 0:
-    total = {path: float(np.abs(np.asarray(x)).sum()) for path, x in state.ema.items() if x.is_fully_addressable}
+    total = {
+        path: float(np.abs(np.asarray(x)).sum())
+        for path, x in state.ema.items()
+        if x.is_fully_addressable
+    }
     print(json.dumps({"step": int(state.step), "ema": total}), flush=True)

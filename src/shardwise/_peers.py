@@ -1,0 +1,405 @@
+"""The processes of a run: who they are, and which of them was lost."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+from jax._src import distributed as runtime
+
+LOST_EXIT_CODE = 75
+"""The exit code of a process that ended because another one was lost."""
+
+MARGIN_SECONDS = 10.0
+"""Within `timeout_seconds` and this of a loss, every other process has named it and ended."""
+
+_GRACE_SECONDS = 3.0
+# How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
+# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError.
+_AWAY = re.compile(
+    r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)", re.I | re.S
+)
+
+
+class LostProcess(RuntimeError):
+    """Another process was lost or failed, so that this one cannot go on.
+
+    Attributes:
+        processes: the indices of the processes that were lost.
+    """
+
+    def __init__(self, text: str, processes: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.processes = processes
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process among the processes of the run, and what said so.
+
+    Attributes:
+        index: this process, counted from 0.
+        count: how many there are.
+        found: what said so: "one process", "shardwise launch", "Slurm", "Open MPI", ...
+        coordinator: the address of process 0, where JAX's distributed runtime was started.
+    """
+
+    index: int
+    count: int
+    found: str
+    coordinator: str | None = None
+
+    @property
+    def local_devices(self) -> int:
+        """The number of devices of this process; the first reading starts the backend."""
+        return jax.local_device_count()
+
+    @property
+    def devices(self) -> int:
+        """The number of devices of all processes; the first reading starts the backend."""
+        return jax.device_count()
+
+    def __str__(self) -> str:
+        where = f"{self.found}, coordinator {self.coordinator}" if self.coordinator else self.found
+        here = f"{self.local_devices} of {self.devices} {jax.default_backend()} devices"
+        return f"process {self.index} of {self.count} ({where}): {here}"
+
+
+def lost_processes(wait_seconds: float = 0) -> list[int]:
+    """Returns the indices of the processes that are lost; waits so long for the first of them.
+
+    Example:
+        >>> from shardwise._peers import lost_processes
+        >>> lost_processes()
+        []
+    """
+    loss = WATCHES[0].find(wait_seconds) if WATCHES else None
+    return list(loss.lost) if loss else []
+
+
+@contextlib.contextmanager
+def naming_lost_process(during: str = "") -> Iterator[None]:
+    """Returns a context in which XLA's error about a lost process names that process.
+
+    Args:
+        during: what goes on inside, such as "step 12".
+
+    Raises:
+        LostProcess: a collective failed because another process is lost.
+
+    Example:
+        >>> from shardwise._peers import naming_lost_process
+        >>> with naming_lost_process("step 12"):
+        ...     pass
+    """
+    if not WATCHES:
+        yield
+        return
+    watch = WATCHES[0]
+    watch.inside_since = time.monotonic()
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        loss = watch.find_for(error)
+        if loss is None:
+            raise
+        text = watch.settle(loss, during, str(error).splitlines()[0])
+        raise LostProcess(text, loss.lost) from error
+    finally:
+        watch.inside_since = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Which processes are lost, in what way ("was lost", "failed"), and what is known of it."""
+
+    lost: tuple[int, ...]
+    verb: str
+    why: str
+
+
+class Watch:
+    """What this process knows of the others: who they are, when each was heard of, who is lost.
+
+    JAX's own heartbeats, sent from C++, decide who is dead. Those here, through the key-value
+    store of the coordinator, only find out the name in time: JAX tells it to C++ alone, and ends
+    the process.
+    """
+
+    def __init__(self, processes: Processes, timeout_seconds: float) -> None:
+        self.processes = processes
+        self._timeout = timeout_seconds
+        # All beats meet at process 0: a thousand processes must not drown it.
+        self._interval = max(min(timeout_seconds / 10, 1.0), processes.count / 500)
+        self._pid = os.getpid()
+        self._starting = ""
+        self._peers: dict[int, tuple[str, int, str]] = {}
+        self._heard: dict[int, tuple[str, float]] = {}
+        self._quiet: tuple[int, ...] = ()
+        self._done: tuple[int, ...] = ()
+        self.inside_since = math.inf
+        self._answered = time.monotonic()
+        self._leaving = False
+        self._raised = False
+        self._loss: _Loss | None = None
+        self._named = False
+        self._naming = threading.RLock()
+
+    def guard(self, starting: str = "") -> None:
+        """Installs the last words of this process: JAX calls abort() when a process is lost."""
+        self._starting = starting
+        if os.name != "posix":
+            return
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        # Python's own handlers wait for the main thread, and abort() does not wait for them.
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._last_words)
+        self._libc = libc
+        self._before = libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+
+    def begin(self) -> None:
+        """Tells the others who this process is, and starts to listen to them."""
+        if not hasattr(self, "_handler"):
+            self.guard()
+        self._starting = ""
+        who = json.dumps([socket.gethostname(), os.getpid(), _pid_space()])
+        _store().key_value_set(f"shardwise/process/{self.processes.index}", who)
+        atexit.register(self._leave)
+        threading.Thread(target=self._run, name="shardwise-watch", daemon=True).start()
+
+    def find_for(self, error: Any) -> _Loss | None:
+        """Returns the loss behind an error of XLA, or None where it speaks of something else."""
+        return self.find(self._timeout) if _AWAY.match(str(error)) else None
+
+    def find(self, wait_seconds: float) -> _Loss | None:
+        """Returns what is lost, as soon as it is known."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                loss = self._look(quiet_seconds=5 * self._interval)
+            except jax.errors.JaxRuntimeError as error:
+                away = str(error).splitlines()[0]
+                loss = _Loss(
+                    (0,), "was lost", f"it is the coordinator, and does not answer: {away}"
+                )
+            if loss or time.monotonic() >= deadline:
+                return loss
+            time.sleep(self._interval / 4)
+
+    def settle(self, loss: _Loss, during: str, error: str = "") -> str:
+        """Returns the text that names the loss, of which all others now know too."""
+        self._raised, self._loss = True, loss
+        self._publish(loss)
+        return self._words(loss, during, error)
+
+    def _words(self, loss: _Loss, during: str = "", error: str = "") -> str:
+        names = []
+        for index in loss.lost:
+            host, pid, _ = self._peers.get(index, ("", 0, ""))
+            where = f" (pid {pid} on host {host})" if host else ""
+            names.append(f"process {index} of {self.processes.count}{where}")
+        known = "; ".join(filter(None, (loss.why, error)))
+        return (
+            f"{', '.join(names)} {loss.verb}{during and ' during ' + during}: {known}. "
+            f"Resume from the last checkpoint."
+        )
+
+    def _publish(self, loss: _Loss) -> None:
+        # The store may be gone with process 0: then JAX ends all the others by itself.
+        with contextlib.suppress(Exception):
+            key = f"shardwise/notice/{self.processes.index}"
+            _store().key_value_set(key, json.dumps(asdict(loss)), True)
+
+    def _run(self) -> None:
+        beat = 0
+        while jax.distributed.is_initialized():
+            loss = None
+            # An error of the store is the coordinator's loss: JAX ends the process for that.
+            with contextlib.suppress(Exception):
+                if not self._leaving:
+                    beat += 1
+                    _store().key_value_set(
+                        f"shardwise/beat/{self.processes.index}", str(beat), True
+                    )
+                loss = self._look(quiet_seconds=None)
+                self._answered = time.monotonic()
+            if loss and not self._raised:
+                self._say(loss)
+                # The main thread may have the same news, and an end of its own to bring about.
+                time.sleep(_GRACE_SECONDS)
+                if not self._raised:
+                    self._end(LOST_EXIT_CODE)
+            time.sleep(self._interval)
+
+    def _look(self, quiet_seconds: float | None) -> _Loss | None:
+        """Returns what is lost at present; silence counts after `quiet_seconds`, if ever."""
+        store = _store()
+        if len(self._peers) < self.processes.count:
+            for key, who in store.key_value_dir_get("shardwise/process/"):
+                self._peers[_last(key)] = tuple(json.loads(who))
+        # Before the notices: who leaves because of a loss writes its notice first.
+        gone = self._gone_from_here()
+        if quiet_seconds is not None or self.processes.index == 0 or gone:
+            self._count_beats(store)
+        if self.processes.index == 0:
+            done = tuple(i for i, (beat, _) in self._heard.items() if beat == "done")
+            state = (self._silent_for(self._timeout / 2), done)
+            if state != (self._quiet, self._done):
+                store.key_value_set("shardwise/notice/state", json.dumps(state), True)
+        notices = dict(store.key_value_dir_get("shardwise/notice/"))
+        state = json.loads(notices.pop("shardwise/notice/state", "[[], []]"))
+        self._quiet, self._done = map(tuple, state)
+        for notice in map(json.loads, notices.values()):
+            # It may be about this process, which another one took for lost.
+            if self.processes.index not in notice["lost"]:
+                return _Loss(tuple(notice["lost"]), notice["verb"], notice["why"])
+        gone = tuple(i for i in gone if self._heard.get(i, ("", 0))[0] != "done")
+        if gone:
+            return _Loss(gone, "was lost", "its process is gone from this host")
+        if self._done and time.monotonic() - self.inside_since > self._timeout:
+            return _Loss(self._done, "ended", f"process {self.processes.index} still waits for it")
+        silent = self._silent_for(quiet_seconds) if quiet_seconds is not None else ()
+        return _Loss(silent, "was lost", "nothing is heard of it") if silent else None
+
+    def _gone_from_here(self) -> tuple[int, ...]:
+        space = _pid_space()
+        return tuple(i for i, (_, pid, at) in self._peers.items() if at == space and _gone(pid))
+
+    def _count_beats(self, store: Any) -> None:
+        now = time.monotonic()
+        for key, beat in store.key_value_dir_get("shardwise/beat/"):
+            if self._heard.get(_last(key), ("", 0))[0] != beat:
+                self._heard[_last(key)] = (beat, now)
+
+    def _silent_for(self, seconds: float) -> tuple[int, ...]:
+        now = time.monotonic()
+        others = ((i, *heard) for i, heard in self._heard.items() if i != self.processes.index)
+        return tuple(i for i, beat, at in others if beat != "done" and now - at > seconds)
+
+    def _say(self, loss: _Loss) -> None:
+        """Writes the loss to stderr, once, past all of Python's buffers."""
+        with self._naming:
+            if not self._named:
+                me = f"Process {self.processes.index} ends with code {LOST_EXIT_CODE}."
+                os.write(2, f"shardwise: {self._words(loss)} {me}\n".encode())
+                self._named, self._loss = True, loss
+
+    def _end(self, code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(code)
+
+    def _leave(self) -> None:
+        """Ends this process if it failed, ahead of JAX, which would wait for the others first."""
+        self._leaving = True
+        error: Any = getattr(sys, "last_value", None)
+        if not jax.distributed.is_initialized() or os.getpid() != self._pid:
+            return
+        if error is None and not self._raised:
+            with contextlib.suppress(Exception):
+                _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
+            return
+        code = LOST_EXIT_CODE
+        if not self._raised:
+            loss = self.find_for(error)
+            if loss is None:
+                code = 1
+                text = f"{type(error).__name__}: {error}".splitlines()[0]
+                loss = _Loss((self.processes.index,), "failed", text)
+            else:
+                self._say(loss)
+            self.settle(loss, "")
+        if self.processes.index == 0:
+            # With it goes the store, and JAX would end the others before they have read why.
+            time.sleep(2 * self._interval + 0.5)
+        self._end(code)
+
+    def _last_words(self, number: int) -> None:
+        """Names the loss for which JAX called abort(); any other abort() goes its own way."""
+        me, loss = self.processes.index, self._loss
+        if os.getpid() == self._pid:
+            if self._starting:
+                os.write(2, f"shardwise: process {me} ends: {self._starting}.\n".encode())
+                os._exit(LOST_EXIT_CODE)
+            # All end at once, so that who is gone by now need not be who was lost: that is last.
+            if loss is None and (quiet := tuple(i for i in self._quiet if i != me)):
+                loss = _Loss(quiet, "was lost", f"nothing was heard of it for {self._timeout:g} s")
+            if loss is None and self._done:
+                # JAX waited for all to end: who has not is no loss, and who has is the cause.
+                loss = _Loss(self._done, "ended", "JAX waited for the others to end, in vain")
+            if loss is None and me and self._coordinator_is_away():
+                loss = _Loss((0,), "was lost", "it is the coordinator, and does not answer")
+            if loss is None and (gone := self._gone_from_here()):
+                loss = _Loss(gone, "was lost", "its process is gone from this host")
+        if loss:
+            self._say(loss)
+            os._exit(LOST_EXIT_CODE)
+        # abort() goes on after this; what stood here before, such as faulthandler, comes first.
+        self._libc.signal(signal.SIGABRT, self._before)
+        getattr(self._libc, "raise")(signal.SIGABRT)
+
+    def _coordinator_is_away(self) -> bool:
+        if time.monotonic() - self._answered > self._timeout / 2:
+            return True
+        host, _, port = (self.processes.coordinator or ":0").rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1).close()
+        except OSError:
+            return True
+        return False
+
+
+# JAX's runtime exists once in a process and cannot be left: so does what watches it.
+WATCHES: list[Watch] = []
+
+
+def _store() -> Any:
+    return runtime.global_state.client
+
+
+def _last(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+def _pid_space() -> str:
+    """Returns what two processes have in common when each can see the other's pid."""
+    space = socket.gethostname()
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
+        space += f" {boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return space
+
+
+def _gone(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            # What is killed stays as a zombie until its parent asks for its exit code.
+            return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except FileNotFoundError:
+        return os.path.isdir("/proc/self") or not _answers(pid)
+    except OSError:
+        return False
+
+
+def _answers(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,115 @@
+"""Saves over and over in a child that is killed at a random moment, many times.
+
+Arguments: the directory, how many kills, a seed. The imports are made once, before the forks; no
+backend is started here. Each child first restores every step that is listed, compares it bitwise
+with what was meant to be saved, and goes on from the newest, as a run that was killed does.
+Prints one JSON object at the end.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+import orbax.checkpoint  # noqa: E402, F401 - once, and not in each child
+from flax import nnx  # noqa: E402
+
+import shardwise as sw  # noqa: E402
+from shardwise._step import blueprint  # noqa: E402
+
+SHAPE = (512, 1024)
+directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        self.a = nnx.Param(jax.numpy.zeros(SHAPE))
+        self.b = nnx.Param(jax.numpy.zeros(SHAPE))
+
+
+def state_at(plan, step):
+    """Returns a state that is a known function of the step: no array like another."""
+    leaves, treedef = jax.tree.flatten(plan.abstract)
+    arrays = [
+        (np.arange(x.size).reshape(x.shape) % 1000 + 7 * i + step).astype(x.dtype)
+        for i, x in enumerate(leaves)
+    ]
+    places = [x.sharding for x in leaves]
+    return jax.tree.unflatten(treedef, jax.device_put(arrays, places))
+
+
+def run(ready, endless):
+    recipe = sw.Recipe(
+        model=Two,
+        loss=lambda model, x: (model.a.sum() + model.b.sum()) * x.mean(),
+        optimizer=optax.adam(1e-3),
+        batch=jax.ShapeDtypeStruct((2, 4), "float32"),
+    )
+    layout = sw.layout(Two, sw.mesh("data=2", on="cpu:2"), sw.fsdp("data", min_bytes=0))
+    plan = blueprint(recipe, layout)
+    checkpoints = sw.Checkpoints(directory, keep=2)
+    steps = checkpoints.steps()
+    for step in steps:
+        restored = checkpoints.restore(recipe, layout, step=step)
+        pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state_at(plan, step)), strict=True)
+        for got, want in pairs:
+            assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), step
+        assert checkpoints.about(step)["position"] == 10 * step
+    step = steps[-1] if steps else 0
+    first = step
+    while True:
+        step += 1
+        checkpoints.save(step, state_at(plan, step), position=10 * step, layout=layout)
+        checkpoints.wait()
+        if not endless:
+            os.write(ready, f"{first}\n".encode())
+            return checkpoints.close()
+        if step == first + 1:  # compiled, and written once: from now on every moment is a save's
+            os.write(ready, f"{first}\n".encode())
+
+
+def start(endless):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        with os.fdopen(reading) as lines:
+            text = lines.readline()
+        return child, text
+    try:
+        run(writing, endless)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(3)
+    os._exit(0)
+
+
+rng = random.Random(seed)
+found = {"kills": 0, "newest": [], "half": 0, "deleting": 0}
+for _ in range(kills):
+    child, text = start(endless=True)
+    if text:
+        time.sleep(rng.uniform(0.0, 0.2))
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not text or os.WTERMSIG(status) != signal.SIGKILL:
+        sys.exit(f"a child ended by itself: {status}")
+    found["kills"] += 1
+    found["newest"].append(int(text))
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    found["half"] += any("tmp" in name for name in names)
+    found["deleting"] += any(name.startswith(".") for name in names)
+child, text = start(endless=False)
+_, status = os.waitpid(child, 0)
+found["last"] = [os.waitstatus_to_exitcode(status), int(text)]
+found["left"] = sorted(os.listdir(directory))
+print(json.dumps(found))
