@@ -1,6 +1,7 @@
 """Checkpoints: saved while the run goes on, restored bitwise onto any mesh, told of beforehand."""
 
 import functools
+import gc
 import json
 
 import jax
@@ -208,8 +209,9 @@ def test_leaves_of_every_dtype(tmp_path):
         restored = checkpoints.restore(recipe, layout)
         assert bits(restored) == bits(state)
         assert_lies(restored, recipe, layout)
-    assert not sw.diff(sw.load_layout(tmp_path / "0" / "about" / "layout.json"),
-                       layout_for("the same", Leaves))
+    assert not sw.diff(
+        sw.load_layout(tmp_path / "0" / "about" / "layout.json"), layout_for("the same", Leaves)
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,9 @@ def test_optimizers(tmp_path, optimizer, count):
         assert_lies(restored, recipe, layout_for(target))
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [4]), (2, [3, 4]), (None, [0, 1, 2, 3, 4])], ids=str)
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [4]), (2, [3, 4]), (None, [0, 1, 2, 3, 4])], ids=str
+)
 def test_keeps_the_newest(saved, tmp_path, keep, left):
     state = saved[0].restore(RECIPE, layout_for("fewer devices"))
     checkpoints = sw.Checkpoints(tmp_path, keep=keep)
@@ -373,6 +377,8 @@ def test_every_kind_of_mismatch_comes_at_once(saved):
     assert not found.findings.errors
 
 
+# Orbax drops its other reads when one has failed, and Python says that of each.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_sw405_tells_of_another_layout_and_is_silent_for_the_same(saved, tmp_path):
     checkpoints = without_arrays(saved[0], tmp_path)
     same = checkpoints.preflight(RECIPE, layout_for("the same"))
@@ -380,16 +386,15 @@ def test_sw405_tells_of_another_layout_and_is_silent_for_the_same(saved, tmp_pat
     assert str(same) == "no findings\nstep 3: 5.0 KiB in all; it reads 5.0 KiB (exact)"
     moved = checkpoints.preflight(RECIPE, layout_for("tensor"))
     assert {f.code for f in moved.findings} == {"SW405"}
-    first = moved.findings[0]
-    assert (first.severity, first.path) == ("warning", "model.up.bias")
-    assert first.message.startswith(
-        "saved as P('data') on data=8, restored as P('model') on data=2,model=4; so are "
-    )
+    message = "saved as P('data') on data=8, restored as P('model') on data=2,model=4; so are "
+    (first,) = [f for f in moved.findings if f.message.startswith(message)]
+    assert first.severity == "warning" and first.path in checkpoints.about()["arrays"]
     assert first.help == "nothing, if this is meant: each process reads the parts that it needs"
     allowed = checkpoints.preflight(RECIPE, layout_for("tensor"), allow={"SW405": "**"})
     assert not allowed.findings and len(allowed.findings.allowed) == len(moved.findings)
     with pytest.raises(sw.CheckpointError, match="^step 3 in .* could not be restored: "):
         checkpoints.restore(RECIPE, layout_for("tensor"))
+    gc.collect()  # here, and not in another test
 
 
 @pytest.mark.parametrize("on", ["none", "cpu:8"])

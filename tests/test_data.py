@@ -245,6 +245,15 @@ def test_data_of_64_bits_feeds_a_recipe_of_64_bits():
     assert found._put(batch) is batch
 
 
+def test_a_batch_of_another_container_is_told_apart():
+    pair = (np.ones(8, "int32"), np.ones(8, "int32"))
+    step = sw.train_step(recipe(pair), place()[0])
+    with pytest.raises(ValueError, match="another structure") as caught:
+        step(None, list(pair))
+    got, wanted = str(caught.value).split("got ")[1].split(", wanted ")
+    assert got != wanted
+
+
 REFUSED = {
     "prefetch": (
         lambda path: sw.data(NUMBERS, prefetch=0),
@@ -320,7 +329,12 @@ WRONG = {
         0,
         "leaves of [8, 16] samples (dim 0): data makes batches whose leaves all have as many",
     ),
-    "ragged": ([np.ones(1 + i, "int32") for i in range(8)], rows(8, 4), 0, "samples of one batch have different shapes: [(1,), (2,)"),
+    "ragged": (
+        [np.ones(1 + i, "int32") for i in range(8)],
+        rows(8, 4),
+        0,
+        "samples of one batch have different shapes: [(1,), (2,)",
+    ),
     "negative": (NUMBERS, rows(8), -8, "position=-8"),
 }
 

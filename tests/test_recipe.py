@@ -321,12 +321,11 @@ def test_ema():
     for batch in BATCHES:
         state, _ = step(state, batch)
         want = {p: 0.75 * old + 0.25 * np.asarray(state.model[p]) for p, old in want.items()}
-    model, average = state.to_model(make), state.to_model(make, ema=True)
+    average = state.to_model(make, ema=True)
     for path in want:
         near(state.ema[path], want[path])
         assert state.ema[path].sharding == state.model[path].sharding
     np.testing.assert_array_equal(average.up.kernel[...], state.ema["up.kernel"])
-    np.testing.assert_array_equal(model.up.kernel[...], state.model["up.kernel"])
     assert average(BATCHES[0]["x"]).shape == (ROWS, WIDTH)
     with pytest.raises(ValueError, match="no moving average: give the recipe ema=0.999"):
         begin()[0].to_model(make, ema=True)
@@ -424,7 +423,6 @@ RECIPES = {
     "optimizer": ({"optimizer": 0.1}, "optimizer is an optax transformation, got a float"),
     "batch": ({"batch": {"x": (8, 16)}}, "batch['x'][0] is 8: use jax.ShapeDtypeStruct"),
     "no-parts": ({"accumulate": 0}, "accumulates over 1 part or more, got 0"),
-    "half-parts": ({"accumulate": 2.0}, "accumulates over 1 part or more, got 2.0"),
     "bool-parts": ({"accumulate": True}, "accumulates over 1 part or more, got True"),
     "parts": (
         {"accumulate": 3},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._digest import digests
 from ._findings import Allow
@@ -110,7 +110,7 @@ class Checkpoints:
         rows = array_rows(state)
         mesh = state.step.sharding.mesh
         arrays = _on_disk(state)
-        sums = digests(named_arrays(arrays))
+        digest_of = digests(named_arrays(arrays))
         about = {
             "format": FORMAT,
             "step": int(step),
@@ -124,8 +124,8 @@ class Checkpoints:
         }
 
         def about_text() -> str:
-            for name, value in sums.items():
-                rows[name]["digest"] = int(np.asarray(value))
+            for name, digest in digest_of().items():
+                rows[name]["digest"] = digest
             return json.dumps({**about, "arrays": rows}, indent=1)
 
         files: dict[str, Callable[[], str]] = {Path(_ABOUT).name: about_text}
@@ -230,9 +230,8 @@ class Checkpoints:
             stored = _on_disk(plan.abstract)
             read = read_arrays(self.directory / str(step) / "state", _tree(stored))
         arrays = _from_tree(read)
-        saved = {name: row["digest"] for name, row in about["arrays"].items()}
-        found = digests(named_arrays(arrays))
-        wrong = [name for name, sum_ in found.items() if int(np.asarray(sum_)) != saved[name]]
+        found = digests(named_arrays(arrays))()
+        wrong = [name for name in found if found[name] != about["arrays"][name]["digest"]]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(
@@ -307,10 +306,16 @@ def _reason(error: BaseException) -> str:
         "Permission denied": "permission denied",
         "Not a directory": "a part of the path is a file",
         "File exists": "a part of the path is a file",
+        "checksum verification failed": "a file of it is damaged",
+        "DATA_LOSS": "a file of it is damaged",
+        "OUT_OF_RANGE": "a file of it was cut short",
+        "NOT_FOUND": "a file of it is missing",
     }
     for sign, words in known.items():
         if sign in text:
-            return words
+            # The array that was being read, where the message says so.
+            named = re.search(r'Error reading "([^"]+)/(?:zarr\.json|c/[^"]*|c)"', text)
+            return f"{words}, found while reading {named[1]}" if named else words
     return f"{type(error).__name__}: {text[:300]}"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -112,17 +113,27 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
 
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=1)
     args = ocp.args.PyTreeRestore(abstract, restore_args=jax.tree.map(one, abstract))
-    with _quiet(), contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
-        return checkpointer.restore(directory, args=args)
+    with _quiet():
+        try:
+            with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
+                return checkpointer.restore(directory, args=args)
+        except Exception as error:
+            told = str(error).partition(" [tensorstore_spec")[0]
+        # Reads that failed beside the first are told by asyncio when they are collected: now,
+        # while it is quiet, rather than in the middle of what the caller prints next.
+        gc.collect()
+    raise OSError(told)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Orbax from warning of what is meant here, such as a restore onto another mesh."""
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = {"absl": logging.ERROR, "asyncio": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in loggers}
+    for name, level in loggers.items():
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

@@ -26,7 +26,7 @@ from flax import nnx  # noqa: E402
 import shardwise as sw  # noqa: E402
 from shardwise._step import blueprint  # noqa: E402
 
-SHAPE = (512, 1024)
+SHAPE = (256, 512)
 directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 
@@ -56,7 +56,7 @@ def run(ready, endless):
     )
     layout = sw.layout(Two, sw.mesh("data=2", on="cpu:2"), sw.fsdp("data", min_bytes=0))
     plan = blueprint(recipe, layout)
-    checkpoints = sw.Checkpoints(directory, keep=2)
+    checkpoints = sw.Checkpoints(directory, keep=1)
     steps = checkpoints.steps()
     for step in steps:
         restored = checkpoints.restore(recipe, layout, step=step)
@@ -98,7 +98,7 @@ found = {"kills": 0, "newest": [], "half": 0, "deleting": 0}
 for _ in range(kills):
     child, text = start(endless=True)
     if text:
-        time.sleep(rng.uniform(0.0, 0.2))
+        time.sleep(rng.uniform(0.0, 0.1))
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if not text or os.WTERMSIG(status) != signal.SIGKILL:

@@ -1,0 +1,331 @@
+"""Checkpoints that were killed, damaged, or had nowhere to go: a clear error, older steps usable."""
+
+import functools
+import gc
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardwise as sw
+
+HERE = Path(__file__).parent / "processes"
+KILLS = 25  # by each of two
+OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
+
+
+def environment():
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))}
+    return kept | {"JAX_PLATFORMS": "cpu"}
+
+
+def make():
+    return nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+
+
+RECIPE = sw.Recipe(
+    model=make,
+    loss=lambda model, x: model(x).mean(),
+    optimizer=optax.adam(1e-2),
+    batch=jax.ShapeDtypeStruct((8, 64), "float32"),
+)
+
+
+@functools.cache
+def layout():
+    return sw.layout(make, sw.mesh("data=2", on="cpu:2"), sw.fsdp("data", min_bytes=0))
+
+
+@functools.cache
+def state():
+    begun = sw.train_state(RECIPE, layout())
+    filled = jax.tree.map(
+        lambda x: jax.numpy.arange(x.size).reshape(x.shape).astype(x.dtype), begun
+    )
+    return jax.device_put(filled, jax.tree.map(lambda x: x.sharding, begun))
+
+
+def save(checkpoints, step):
+    checkpoints.save(step, state(), position=10 * step, layout=layout())
+    checkpoints.close()
+
+
+def is_intact(checkpoints, step):
+    restored = checkpoints.restore(RECIPE, layout(), step=step)
+    pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state()), strict=True)
+    same = all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
+    return same and checkpoints.about(step)["position"] == 10 * step
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    checkpoints = sw.Checkpoints(tmp_path_factory.mktemp("pristine"))
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    return checkpoints.directory
+
+
+@pytest.fixture
+def damaged(pristine, tmp_path):
+    """A copy of two steps, the second one to be damaged."""
+    shutil.copytree(pristine, tmp_path / "run")
+    return sw.Checkpoints(tmp_path / "run")
+
+
+# --- killed ---------------------------------------------------------------------------------------
+
+
+def test_sigkill_at_random_moments_of_a_save(tmp_path):
+    """Two processes side by side: every listed step is whole, bitwise, after every kill."""
+    command = [sys.executable, str(HERE / "kill_save.py")]
+    running = [
+        subprocess.Popen(
+            [*command, str(tmp_path / str(seed)), str(KILLS), str(seed)],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (0, 1)
+    ]
+    outcomes = [process.communicate(timeout=300) for process in running]
+    for (out, err), process in zip(outcomes, running, strict=True):
+        assert process.returncode == 0, err[-3000:]
+        found = json.loads(out)
+        assert found["kills"] == KILLS
+        # Each run goes on from the newest step, which is never lower than the one before had.
+        assert found["newest"] == sorted(found["newest"])
+        assert found["half"] >= KILLS // 5, "too few kills hit a save"
+        code, newest = found["last"]
+        assert code == 0 and newest >= found["newest"][-1] + 1
+        assert found["left"] == [str(newest + 1)], "leftovers are swept by the next run"
+
+
+# --- damaged --------------------------------------------------------------------------------------
+
+
+def flip(data, rng):
+    place = rng.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+
+
+DAMAGES = {
+    "truncated to nothing": lambda data, rng: b"",
+    "truncated by half": lambda data, rng: data[: len(data) // 2],
+    "truncated by a byte": lambda data, rng: data[:-1],
+    "a bit flipped": flip,
+    "another bit flipped": flip,
+    "zeroed": lambda data, rng: bytes(len(data)),
+    "gone": None,
+}
+
+
+# Orbax drops its other reads when one has failed, and Python says that of each.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_any_file_of_a_step_is_told_or_harmless(damaged, damage):
+    rng, told = random.Random(damage), set()
+    step = damaged.directory / "2"
+    files = sorted(path for path in step.rglob("*") if path.is_file())
+    assert {path.name for path in files} >= {"_METADATA", "manifest.ocdbt", "about.json"}
+    for path in files:
+        data = path.read_bytes()
+        if DAMAGES[damage] is None:
+            path.unlink()
+        else:
+            path.write_bytes(DAMAGES[damage](data, rng))
+        try:
+            assert is_intact(damaged, 2), path
+        except sw.CheckpointError as error:
+            told.add(path.relative_to(step).parts[0])
+            assert str(error).startswith(
+                (f"step 2 in {damaged.directory} ", str(damaged.directory))
+            )
+        path.write_bytes(data)
+    assert "state" in told, "no file that matters was damaged"
+    assert is_intact(damaged, 1) and is_intact(damaged, 2)
+    gc.collect()  # here, and not in another test
+
+
+def test_a_flipped_bit_of_an_array_is_told_with_its_name(damaged):
+    arrays = sorted((damaged.directory / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
+    data = arrays[-1].read_bytes()
+    place = data.find(np.arange(200, 210, dtype="float32").tobytes())
+    assert place > 0
+    arrays[-1].write_bytes(data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :])
+    with pytest.raises(sw.CheckpointError) as caught:
+        damaged.restore(RECIPE, layout())
+    pattern = (
+        rf"step 2 in {damaged.directory} is damaged: what was read of \S+ is not what was saved; "
+        r"other steps there: 1"
+    )
+    assert re.fullmatch(pattern, str(caught.value))
+    assert is_intact(damaged, 1)
+
+
+@pytest.mark.parametrize("file", ["state/_METADATA", "state/manifest.ocdbt"])
+def test_a_missing_metadata_file(damaged, file):
+    (damaged.directory / "2" / file).unlink()
+    for action in (damaged.restore, damaged.preflight):
+        with pytest.raises(sw.CheckpointError) as caught:
+            action(RECIPE, layout())
+        assert str(caught.value) == (
+            f"step 2 in {damaged.directory} is damaged: its file {file} is missing; "
+            f"other steps there: 1"
+        )
+    assert is_intact(damaged, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "cannot be read (Expecting value: line 1 column 1 (char 0))"),
+        ("[]", "cannot be read (list indices must be integers or slices, not str)"),
+        ("{}", "cannot be read ('format')"),
+    ],
+    ids=["empty", "a list", "an object of nothing"],
+)
+def test_a_damaged_about(damaged, text, reason):
+    (damaged.directory / "2/about/about.json").write_text(text)
+    with pytest.raises(sw.CheckpointError) as caught:
+        damaged.about()
+    assert str(caught.value) == (
+        f"step 2 in {damaged.directory} is damaged: its file about/about.json {reason}; "
+        f"other steps there: 1"
+    )
+    assert is_intact(damaged, 1)
+
+
+def test_an_about_of_another_format(damaged):
+    path = damaged.directory / "2/about/about.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
+    with pytest.raises(sw.CheckpointError, match="is of format 9, this version reads 1$"):
+        damaged.restore(RECIPE, layout())
+
+
+def test_a_flipped_bit_anywhere_in_about_is_no_raw_error(damaged):
+    """It has the data's position, the digests and the shapes: nothing of it may change unseen."""
+    path = damaged.directory / "2/about/about.json"
+    data, raw, unseen = path.read_bytes(), [], []
+    want = json.loads(data)
+    for place in range(0, len(data), 7):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 7]) + data[place + 1 :])
+        try:
+            about = damaged.about(2)
+            assert not damaged.preflight(RECIPE, layout(), step=2).findings.errors
+            unseen += [key for key in ("position", "arrays") if about.get(key) != want[key]]
+        except (sw.CheckpointError, AssertionError):
+            continue
+        except Exception as error:
+            raw.append(f"{place}: {type(error).__name__} {error}")
+    assert not raw, raw[:5]
+    assert not unseen
+
+
+# --- nowhere to go --------------------------------------------------------------------------------
+
+
+def refusals(directory):
+    """Returns what restoring and saving say, with the directory left out."""
+    checkpoints = sw.Checkpoints(directory)
+    told = []
+    for action in (lambda: checkpoints.restore(RECIPE, layout()), lambda: save(checkpoints, 1)):
+        try:
+            action()
+            told.append("ok")
+        except sw.CheckpointError as error:
+            told.append(str(error).replace(str(directory), "DIR"))
+    return told
+
+
+def a_file(path):
+    path.write_text("something else")
+    return path
+
+
+def something_else(path):
+    for name in ("2024", "photos"):
+        (path / name).mkdir(parents=True)
+    a_file(path / "notes.txt")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("prepare", "restored", "saved"),
+    [
+        (lambda p: p, "DIR does not exist, so it has no checkpoints", "ok"),
+        (lambda p: p.mkdir() or p, "DIR has no checkpoints: it is empty", "ok"),
+        (something_else, "DIR has no checkpoints: it holds 2024, notes.txt, photos", "ok"),
+        (
+            a_file,
+            "DIR is a file, so it has no checkpoints",
+            "step 1 could not be saved to DIR: a part of the path is a file",
+        ),
+        (
+            lambda p: a_file(p) / "runs",
+            "DIR does not exist, so it has no checkpoints",
+            "step 1 could not be saved to DIR: a part of the path is a file",
+        ),
+    ],
+    ids=["absent", "empty", "something else", "a file", "below a file"],
+)
+def test_directories_that_hold_no_checkpoints(tmp_path, prepare, restored, saved):
+    assert refusals(prepare(tmp_path / "place")) == [restored, saved]
+
+
+def run_disk(mode, directory, before=()):
+    command = [*before, sys.executable, str(HERE / "kill_disk.py"), mode, str(directory)]
+    began = time.time()
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    # A save that failed leaves no thread that the process would wait for.
+    assert time.time() - told.pop("ended_at") < 10, time.time() - began
+    return told, done.stderr
+
+
+def test_a_full_disk(tmp_path):
+    told, _ = run_disk("full", tmp_path, OWN_MOUNTS)
+    full = "step {} could not be saved to DIR: the disk is full"
+    assert told == {
+        "first": "ok",
+        "full": full.format(2),
+        "full again": full.format(3),
+        "steps": [1],
+        "older": "ok",
+        "with room": "ok",
+        "left": ["1", "4"],  # what a failed save wrote takes no room from the next
+    }
+
+
+def test_a_read_only_directory(tmp_path):
+    told, _ = run_disk("readonly", tmp_path, OWN_MOUNTS)
+    refused = "step {} could not be saved to DIR{}: the file system is read-only"
+    assert told == {
+        "first": "ok",
+        "read-only": refused.format(2, ""),
+        "begun anew": refused.format(3, ""),
+        "below": refused.format(4, "/runs/a"),
+        "steps": [1],
+        "older": "ok",
+    }
+
+
+def test_preflight_says_what_is_read(tmp_path):
+    """Equal to a hundredth where parts are whole chunks; a chunk cut crosswise is read again."""
+    told, _ = run_disk("read", tmp_path)
+    for name, (planned, read) in told.items():
+        assert planned > 64 * 2**20
+        most = 4 if name in ("crosswise", "grid") else 1.01
+        assert planned <= read <= most * planned, (name, read / planned)
