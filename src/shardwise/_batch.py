@@ -36,7 +36,9 @@ def batch_layout(recipe: Recipe, layout: Layout) -> Any:
     for (name, leaf), spec in zip(named_batch(recipe.batch), specs, strict=True):
         _require_fit(name, leaf, spec, recipe.accumulate, layout.mesh)
         sharding = NamedSharding(layout.mesh, spec)
-        found.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+        # What JAX makes of 64 bits, unless they are enabled.
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding))
     return jax.tree.unflatten(treedef, found)
 
 
@@ -46,30 +48,40 @@ def named_batch(batch: Any) -> Iterator[tuple[str, Any]]:
         yield f"batch{jax.tree_util.keystr(path)}", leaf
 
 
-def require_batch(batch: Any, planned: Any, local: Any = None) -> None:
+def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None) -> None:
     """Refuses a batch that is not the planned one; every wrong leaf is named.
 
     Args:
         batch: the batch.
         planned: what the recipe says, a pytree of shapes and dtypes.
         local: the shapes of one process's part, where that will do too.
+        given: the recipe's own batch, whose 64 bits JAX makes 32.
     """
     if jax.tree.structure(batch) != jax.tree.structure(planned):
-        got, wanted = ([name for name, _ in named_batch(tree)] for tree in (batch, planned))
+        got, wanted = (_names(tree) for tree in (batch, planned))
+        if got == wanted:
+            got, wanted = (str(jax.tree.structure(tree)) for tree in (batch, planned))
         raise ValueError(
-            f"the batch is of another structure than the recipe's: got {', '.join(got) or 'none'}, "
-            f"wanted {', '.join(wanted)}"
+            f"the batch is of another structure than the recipe's: got {got}, wanted {wanted}"
         )
     wrong = []
     parts = jax.tree.leaves(local) if local is not None else [None] * len(jax.tree.leaves(planned))
-    leaves = zip(named_batch(batch), jax.tree.leaves(planned), parts, strict=True)
-    for (name, leaf), want, part in leaves:
+    wide = jax.tree.leaves(planned if given is None else given)
+    leaves = zip(named_batch(batch), jax.tree.leaves(planned), wide, parts, strict=True)
+    for (name, leaf), want, own, part in leaves:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
             wrong.append(f"{name} is a {type(leaf).__name__}, wanted {_show(want)}")
-        elif dtype != want.dtype or tuple(shape) not in (want.shape, part and part.shape):
+        elif dtype not in (want.dtype, own.dtype) or tuple(shape) not in (
+            want.shape,
+            part and part.shape,
+        ):
             also = f" or {_show(part)}" if part is not None and part.shape != want.shape else ""
-            cast = "" if dtype == want.dtype else f" (cast it: .astype({str(want.dtype)!r}))"
+            cast = (
+                ""
+                if dtype in (want.dtype, own.dtype)
+                else f" (cast it: .astype({str(want.dtype)!r}))"
+            )
             wrong.append(f"{name} is {dtype}{list(shape)}, wanted {_show(want)}{also}{cast}")
     if wrong:
         raise ValueError(f"the batch is not the recipe's: {'; '.join(wrong)}")
@@ -119,6 +131,11 @@ def _require_fit(name: str, leaf: Any, spec: P, parts: int, mesh: AnyMesh) -> No
             f"which cannot be split {ways} ways over {'+'.join(axes)}: make the batch a multiple "
             f"of {parts * ways}"
         )
+
+
+def _names(tree: Any) -> str:
+    names = [name for name, _ in named_batch(tree)]
+    return f"{', '.join(names[:8]) or 'none'}{', …' if len(names) > 8 else ''}"
 
 
 def _show(leaf: Any) -> str:

@@ -60,6 +60,10 @@ def data(
     """
     if prefetch < 1:
         raise ValueError(f"prefetch={prefetch} would never read a batch: give 1 or more")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs={epochs} would see no sample: give 1 or more, or None")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is no seed of Grain's: give a number from 0 to 2**32 - 1")
     samples = _samples(source, length, dtype)
     if len(samples) < 1:
         raise ValueError("the data has no sample")
@@ -107,6 +111,8 @@ class Batches(Iterator[Any]):
         """Starts to read ahead."""
         import grain
 
+        if position < 0:
+            raise ValueError(f"position={position} is before the first sample: give 0 or more")
         self.size = _batch_size(plan.batch)
         self.position = position
         self._put = Putter(plan)
@@ -119,7 +125,7 @@ class Batches(Iterator[Any]):
         parts = _Parts(dataset, plan.batch, self.size, position)
         if len(parts) < 1:
             raise ValueError(
-                f"the data has {len(dataset) - position} samples left of {len(dataset)}, fewer "
+                f"the data has {max(len(dataset) - position, 0)} samples left of {len(dataset)}, fewer "
                 f"than one batch of {self.size}: give more epochs, or none"
             )
         options = grain.ReadOptions(num_threads=given.prefetch, prefetch_buffer_size=given.prefetch)
@@ -152,12 +158,12 @@ class _Parts:
         self.rows = sorted(held)
 
     def __len__(self) -> int:
-        return (len(self.dataset) - self.position) // self.size
+        return max(len(self.dataset) - self.position, 0) // self.size
 
     def __getitem__(self, index: Any) -> Any:
         first = self.position + int(index) * self.size
         samples = [self.dataset[first + row] for row in self.rows]
-        stacked = jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *samples)
+        stacked = jax.tree.map(_stack, *samples)
         if jax.tree.structure(stacked) != self.treedef:
             return stacked  # the placing says what is wrong
         flat = [
@@ -165,6 +171,14 @@ class _Parts:
             for x, spans in zip(jax.tree.leaves(stacked), self.spans, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, flat)
+
+
+def _stack(*xs: Any) -> np.ndarray:
+    arrays = [np.asarray(x) for x in xs]
+    shapes = {x.shape for x in arrays}
+    if len(shapes) > 1:
+        raise ValueError(f"samples of one batch have different shapes: {sorted(shapes)[:4]}")
+    return np.stack(arrays)
 
 
 def _box(x: np.ndarray, spans: Sequence[Any], rows: Sequence[int]) -> np.ndarray:
@@ -200,7 +214,7 @@ def _samples(source: Any, length: int | None, dtype: Any) -> Any:
             raise ValueError("a file of tokens needs length=, the tokens of one sample")
     if length is not None:
         return _Windows(source, length)
-    if isinstance(source, np.ndarray | jax.Array | Mapping):
+    if isinstance(source, np.ndarray | jax.Array | Mapping | tuple):
         return _Rows(source)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise ValueError(

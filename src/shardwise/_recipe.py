@@ -87,13 +87,13 @@ class Recipe:
                     f"a recipe's batch has shapes and dtypes, but batch"
                     f"{jax.tree_util.keystr(path)} is {leaf!r}: use jax.ShapeDtypeStruct"
                 )
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if type(self.accumulate) is not int or self.accumulate < 1:
             raise ValueError(f"a recipe accumulates over 1 part or more, got {self.accumulate!r}")
         if self.accumulate > 1:
             self._require_divisible()
-        if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise ValueError(f"a recipe clips gradients to a positive norm, got {self.clip!r}")
-        if self.ema is not None and not 0 <= self.ema < 1:
+        if self.ema is not None and not (_is_number(self.ema) and 0 <= self.ema < 1):
             raise ValueError(
                 f"a recipe's ema is a decay from 0 to below 1, such as 0.999, got {self.ema!r}"
             )
@@ -122,6 +122,10 @@ class Recipe:
                     f"accumulate={self.accumulate} cannot cut batch{jax.tree_util.keystr(path)} "
                     f"of shape {tuple(leaf.shape)}: dim 0 (size {leaf.shape[0]}) does not divide"
                 )
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def remat_policy(given: Remat) -> Callable[..., Any]:

@@ -35,23 +35,23 @@ def remat_modules(model: nnx.Module, patterns: Mapping[str, Remat]) -> None:
 
 def _remat_class(base: type[Any], policy: Callable[..., Any]) -> type[Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        graphdef, state = nnx.split(self)
-        flat, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in flat]
+        flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        # What is no array, such as deterministic=True, must not be traced.
+        is_traced = [_is_node(x) or hasattr(x, "dtype") for x in flat]
 
-        def pure(state: Any, arrays: list[Any]) -> Any:
-            rest = iter(arrays)
-            # What is no array, such as deterministic=True, must not be traced.
-            given = [next(rest) if yes else x for x, yes in zip(flat, is_array, strict=True)]
+        def run(module: Any, traced: list[Any]) -> Any:
+            rest = iter(traced)
+            given = [next(rest) if yes else x for x, yes in zip(flat, is_traced, strict=True)]
             args, kwargs = jax.tree.unflatten(treedef, given)
-            module = nnx.merge(graphdef, state)
-            out = base.__call__(module, *args, **kwargs)
-            return out, nnx.split(module)[1]
+            return base.__call__(module, *args, **kwargs)
 
-        arrays = [x for x, yes in zip(flat, is_array, strict=True) if yes]
-        out, state = jax.checkpoint(pure, policy=policy)(state, arrays)
-        nnx.update(self, state)
-        return out
+        # Flax's own, since an argument may change too: an nnx.Rngs that is handed on counts.
+        traced = [x for x, yes in zip(flat, is_traced, strict=True) if yes]
+        return nnx.remat(run, policy=policy)(self, traced)
 
     metaclass: Any = type(base)
     return metaclass(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree | nnx.Variable)

@@ -59,7 +59,7 @@ class Blueprint:
             step=NamedSharding(self.layout.mesh, P()),
             model=model,
             optimizer=_by_path(self.optimizer),
-            ema={path: model[path] for path in self.trained} if self.recipe.ema else {},
+            ema={path: model[path] for path in self.trained} if self.recipe.ema is not None else {},
         )
 
     @functools.cached_property
@@ -120,14 +120,20 @@ class Blueprint:
         return {"loss": loss, **metrics}
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        require_planned(state, self.abstract)
         recipe = self.recipe
         trained = {path: state.model[path] for path in self.trained}
         rest = {path: x for path, x in state.model.items() if path not in trained}
         loss, metrics, rest, grads = self._gradients(trained, rest, batch, state.step)
         if recipe.clip is not None:
-            norm = optax.global_norm(grads)
+            norm = _norm(grads)
             scale = jnp.minimum(1.0, recipe.clip / jnp.maximum(norm, 1e-30))
             grads = {path: (g * scale).astype(g.dtype) for path, g in grads.items()}
+            if "grad_norm" in metrics:
+                raise ValueError(
+                    "the recipe's loss returned a metric named 'grad_norm', which clip= reports: "
+                    "rename it"
+                )
             metrics = {"grad_norm": norm, **metrics}
         parameters = self.as_parameters(trained)
         moments = [state.optimizer[leaf.path] for leaf in self.optimizer.leaves]
@@ -136,7 +142,10 @@ class Blueprint:
             self.as_parameters(grads),
             jax.tree.unflatten(self.optimizer.treedef, moments),
             parameters,
+            # For those that look further than the gradient, such as a line search.
             value=loss,
+            grad=self.as_parameters(grads),
+            value_fn=lambda p: self._value(p, rest, batch, state.step),
         )
         fresh = jax.tree.leaves(optax.apply_updates(parameters, updates))
         trained = dict(zip(self.trained, fresh, strict=True))
@@ -150,6 +159,10 @@ class Blueprint:
         model = {path: trained.get(path, rest.get(path)) for path in state.model}
         done = TrainState(state.step + 1, model, self.flat_optimizer(after), ema)
         return done, {"loss": loss, **metrics}
+
+    def _value(self, parameters: Any, rest: Arrays, batch: Any, step: Any) -> Any:
+        trained = dict(zip(self.trained, jax.tree.leaves(parameters), strict=True))
+        return self._loss(trained, rest, batch, step)[0]
 
     def _gradients(
         self, trained: Arrays, rest: Arrays, batch: Any, step: Any
@@ -187,7 +200,7 @@ class Blueprint:
         train: bool = True,
     ) -> tuple[Any, tuple[dict[str, Any], Arrays]]:
         recipe = self.recipe
-        kept = {path: x.dtype for path, x in rest.items()}
+        before = rest
         if recipe.compute_dtype is not None:
             trained, rest, batch = self._cast(trained), self._cast(rest), _cast_all(batch, recipe)
         args: tuple[Any, ...] = ()
@@ -202,15 +215,26 @@ class Blueprint:
             if isinstance(recipe.remat, Mapping) and train:
                 remat_modules(model, recipe.remat)
             out = recipe.loss(model, batch, *[nnx.Rngs(key) for key in keys])
-            loss, metrics = out if isinstance(out, tuple) else (out, {})
-            _require_scalar(loss, metrics)
+            if not isinstance(out, tuple):
+                out = (out, {})
+            _require_scalar(*out)
+            loss, metrics = out
             after = {show_path(keys): x for keys, x in keyed_leaves(nnx.split(model)[1])}
-            return loss.astype(jnp.float32), (metrics, {path: after[path] for path in rest})
+            after = {path: after[path] for path in rest}
+            changed = {path: x for path, x in after.items() if x is not arrays[path]}
+            return loss.astype(jnp.float32), (metrics, changed)
 
         if recipe.remat is not None and not isinstance(recipe.remat, Mapping) and train:
             compute = jax.checkpoint(compute, policy=remat_policy(recipe.remat))
         loss, (metrics, after) = compute({**rest, **trained}, batch, *args)
-        return loss, (metrics, {path: _as_dtype(x, kept[path]) for path, x in after.items()})
+        # What was rounded for the loss, and comes back so, is what it was.
+        after = {
+            path: _as_stored_dtype(x, before[path])
+            if rest[path] is before[path]
+            else jnp.where(x == rest[path], before[path], x.astype(before[path].dtype))
+            for path, x in after.items()
+        }
+        return loss, (metrics, {**before, **after})
 
     def _cast(self, arrays: Arrays) -> Arrays:
         """Returns the arrays with floating parameters in the compute dtype, still in shards."""
@@ -279,6 +303,28 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
         yield
 
 
+def require_planned(state: TrainState, planned: TrainState) -> None:
+    """Refuses a state of other sizes; while tracing, where it costs a step nothing."""
+    wrong = [
+        f"{part}:{path} is {x.dtype}{list(x.shape)}, wanted {want.dtype}{list(want.shape)}"
+        for part in ("model", "optimizer", "ema")
+        for path, want in getattr(planned, part).items()
+        if (x := getattr(state, part)[path]).shape != want.shape or x.dtype != want.dtype
+    ]
+    if wrong:
+        raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}")
+
+
+def _as_stored_dtype(x: Any, like: Any) -> Any:
+    # Also where the dtype is right, since a weak type would make the next step another program.
+    return x if jnp.issubdtype(like.dtype, jax.dtypes.extended) else x.astype(like.dtype)
+
+
+def _norm(tree: Any) -> Any:
+    squares = (jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares))
+
+
 def _by_path(layout: Layout) -> dict[str, Any]:
     return {leaf.path: NamedSharding(layout.mesh, leaf.spec) for leaf in layout.leaves}
 
@@ -302,10 +348,18 @@ def _as_dtype(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def _require_scalar(loss: Any, metrics: Any) -> None:
+def _require_scalar(loss: Any, metrics: Any, *more: Any) -> None:
     shape = getattr(loss, "shape", None)
-    if shape != ():
-        got = f"an array of shape {shape}" if shape is not None else f"a {type(loss).__name__}"
+    got = None
+    if more:
+        got = f"{2 + len(more)} values"
+    elif shape is None:
+        got = f"a {type(loss).__name__}"
+    elif shape != ():
+        got = f"an array of shape {shape}"
+    elif not jnp.issubdtype(loss.dtype, jnp.floating):
+        got = f"an {loss.dtype}"
+    if got is not None:
         raise ValueError(
             f"the recipe's loss returned {got}: it must return a scalar, or a scalar and a "
             f"dict of metrics; take the mean over samples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from ._batch import local_spans, require_batch
 from ._layout import Layout
+from ._mesh import show_mesh
 from ._model import keyed_leaves, show_path
 from ._place import init, require_devices
 from ._recipe import Recipe
@@ -43,8 +45,17 @@ def train_state(recipe: Recipe, layout: Layout) -> TrainState:
     """
     plan = blueprint(recipe, layout)
     require_devices(plan.layout)
+    with own_mesh(plan.layout.mesh):
+        return _begin(recipe, plan)
+
+
+def _begin(recipe: Recipe, plan: Blueprint) -> TrainState:
     _, made = nnx.split(init(recipe.model, plan.layout))
-    model = {show_path(keys): array for keys, array in keyed_leaves(made)}
+    # Weak types would make the second step another program.
+    model = {
+        show_path(keys): array.astype(array.dtype) if getattr(array, "weak_type", False) else array
+        for keys, array in keyed_leaves(made)
+    }
 
     def begin(trained: dict[str, Any]) -> Any:
         return (
@@ -58,6 +69,13 @@ def train_state(recipe: Recipe, layout: Layout) -> TrainState:
     trained = {path: model[path] for path in plan.trained}
     optimizer, ema, step = jax.jit(begin, out_shardings=places)(trained)
     return TrainState(step, model, optimizer, ema)
+
+
+def own_mesh(mesh: Any) -> Any:
+    """Returns a context in which a mesh that the caller has set does not count."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 class Step:
@@ -92,8 +110,14 @@ class Step:
                 was compiled or changed.
         """
         batch = self._put(batch)
+        # JAX 0.10 ends the process on a buffer that was given away.
+        if not isinstance(state, TrainState) or state.step.is_deleted():
+            require_state(state, self.plan)
         try:
-            return self.jitted(state, batch)
+            if jax.sharding.get_abstract_mesh().empty:
+                return self.jitted(state, batch)
+            with own_mesh(self.plan.layout.mesh):
+                return self.jitted(state, batch)
         except (TypeError, ValueError):
             # JAX's own words for these name no leaf; it checks them anyway, so we look only now.
             require_state(state, self.plan)
@@ -133,6 +157,7 @@ class Putter:
     def __init__(self, plan: Blueprint):
         """Works out what one process holds of a batch."""
         self.planned = plan.batch
+        self.given = plan.recipe.batch
         flat, self.treedef = jax.tree.flatten(self.planned)
         self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.planned)
         self.many = jax.process_count() > 1
@@ -154,7 +179,7 @@ class Putter:
                     break
             else:
                 return batch
-        require_batch(batch, self.planned, self.local)
+        require_batch(batch, self.planned, self.local, self.given)
         placed = [
             self._place(x, shape, sharding)
             for x, (shape, _, sharding) in zip(flat, self.expected, strict=True)
@@ -178,7 +203,7 @@ def require_state(state: Any, plan: Blueprint) -> None:
     got = dict(_named(state))
     wrong = [f"{name} is missing" for name in wanted if name not in got]
     wrong += [f"{name} is not the recipe's" for name in got if name not in wanted]
-    for name in wanted.keys() & got.keys():
+    for name in (name for name in wanted if name in got):
         want, have = wanted[name], got[name]
         if tuple(have.shape) != want.shape or have.dtype != want.dtype:
             wrong.append(
@@ -186,6 +211,11 @@ def require_state(state: Any, plan: Blueprint) -> None:
             )
         elif getattr(have, "is_deleted", bool)():
             wrong.append(f"{name} was used up by an earlier step")
+        elif not have.sharding.is_equivalent_to(want.sharding, len(want.shape)):
+            wrong.append(
+                f"{name} lies as {have.sharding.spec} on {show_mesh(have.sharding.mesh)}, wanted "
+                f"{want.sharding.spec} on {show_mesh(want.sharding.mesh)}"
+            )
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}{more}")
