@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import re
 import shutil
+import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ from ._findings import Allow
 from ._layout import Layout
 from ._lockfile import key_impl
 from ._mesh import show_mesh
-from ._place import require_devices
+from ._place import own_mesh, require_devices
 from ._preflight import Preflight, array_rows, flight_check, named_arrays
 from ._recipe import Recipe
 from ._state import TrainState
@@ -101,7 +104,10 @@ class Checkpoints:
         Raises:
             CheckpointError: this save cannot be begun, or the one before it failed.
         """
+        if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
+            raise ValueError(f"step {step!r} is no number of a step: give 0 or more")
         self.wait()
+        step = operator.index(step)
         target = self.directory / str(step)
         if target.exists():
             raise CheckpointError(
@@ -110,10 +116,11 @@ class Checkpoints:
         rows = array_rows(state)
         mesh = state.step.sharding.mesh
         arrays = _on_disk(state)
-        digest_of = digests(named_arrays(arrays))
+        with own_mesh(mesh):
+            digest_of = digests(named_arrays(arrays))
         about = {
             "format": FORMAT,
-            "step": int(step),
+            "step": step,
             "position": int(position),
             "mesh": show_mesh(mesh),
             "processes": jax.process_count(),
@@ -126,13 +133,15 @@ class Checkpoints:
         def about_text() -> str:
             for name, digest in digest_of().items():
                 rows[name]["digest"] = digest
-            return json.dumps({**about, "arrays": rows}, indent=1)
+            body = json.dumps({**about, "arrays": rows}, indent=1)
+            return json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
 
         files: dict[str, Callable[[], str]] = {Path(_ABOUT).name: about_text}
         if layout is not None:
             files[Path(_LAYOUT).name] = layout.lockfile
-        with self._explained(f"step {step} could not be saved to {self.directory}"):
-            self._open().save(target, _tree(arrays), files)
+        with self._explained(f"step {step} could not be saved to {self.directory}", sweep=True):
+            with own_mesh(mesh):
+                self._open().save(target, _tree(arrays), files)
         self._saving = step
 
     def wait(self) -> None:
@@ -144,8 +153,9 @@ class Checkpoints:
         if self._writer is None or self._saving is None:
             return
         step, self._saving = self._saving, None
-        with self._explained(f"step {step} could not be saved to {self.directory}"):
+        with self._explained(f"step {step} could not be saved to {self.directory}", sweep=True):
             self._writer.wait()
+        self._prune()
 
     def close(self) -> None:
         """Waits, and ends the threads that save; the next save begins anew."""
@@ -160,8 +170,8 @@ class Checkpoints:
         """Returns the steps that are there, committed, in order."""
         if not self.directory.is_dir():
             return []
-        found = (p for p in self.directory.iterdir() if p.name.isdecimal())
-        return sorted(int(p.name) for p in found if (p / _ABOUT).is_file())
+        # A step appears by a rename, with all that it has: what lacks a file was damaged since.
+        return sorted(int(p.name) for p in self._entries() if (p / "state").is_dir())
 
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Returns what a step says of itself: its mesh, bytes, position and arrays.
@@ -178,14 +188,16 @@ class Checkpoints:
                 f"{self._others(step)}"
             )
         try:
-            about = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
-            known = about["format"] == FORMAT and isinstance(about["arrays"], dict)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            outer = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
+            if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
+                raise ValueError("it is not what was written")
+            about = json.loads(outer["body"])
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"step {step} in {self.directory} is damaged: its file {_ABOUT} cannot be read "
                 f"({error}){self._others(step)}"
             ) from error
-        if not known:
+        if about["format"] != FORMAT:
             raise CheckpointError(
                 f"step {step} in {self.directory} is of format {about['format']}, this version "
                 f"reads {FORMAT}"
@@ -224,13 +236,13 @@ class Checkpoints:
         about = self.about(step)
         flight_check(plan, about).findings.raise_if_errors()
         told = f"step {step} in {self.directory} could not be restored"
-        with self._explained(told, self._others(step)):
+        with self._explained(told, self._others(step)), own_mesh(plan.layout.mesh):
             from ._orbax import read_arrays
 
             stored = _on_disk(plan.abstract)
             read = read_arrays(self.directory / str(step) / "state", _tree(stored))
-        arrays = _from_tree(read)
-        found = digests(named_arrays(arrays))()
+            arrays = _from_tree(read)
+            found = digests(named_arrays(arrays))()
         wrong = [name for name in found if found[name] != about["arrays"][name]["digest"]]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -238,7 +250,8 @@ class Checkpoints:
                 f"step {step} in {self.directory} is damaged: what was read of {wrong[0]}{more} "
                 f"is not what was saved{self._others(step)}"
             )
-        return _in_memory(arrays, plan)
+        with own_mesh(plan.layout.mesh):
+            return _in_memory(arrays, plan)
 
     def _open(self) -> Writer:
         if self._writer is None:
@@ -247,14 +260,20 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 self._sweep()
-            self._writer = Writer(self._prune)
+            self._writer = Writer()
         return self._writer
 
     def _sweep(self) -> None:
         """Removes what a process that was killed left half written or half deleted."""
-        for path in self.directory.iterdir():
+        for path in self.directory.glob("*"):
             if path.name.startswith(_DELETED) or ".orbax-checkpoint-tmp" in path.name:
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _entries(self) -> list[Path]:
+        try:
+            return [path for path in self.directory.iterdir() if path.name.isdecimal()]
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}") from error
 
     def _prune(self) -> None:
         if self.keep is None or jax.process_index() != 0:
@@ -264,7 +283,8 @@ class Checkpoints:
             gone = self.directory / f"{_DELETED}{step}"
             with contextlib.suppress(OSError):
                 (self.directory / str(step)).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            # In the background: a large step takes a while to remove.
+            threading.Thread(target=shutil.rmtree, args=(gone, True)).start()
 
     def _pick(self, step: int | None) -> int:
         steps = self.steps()
@@ -278,23 +298,31 @@ class Checkpoints:
                 f"{self.directory} has no step {step}: it has {', '.join(map(str, steps))}"
             )
         if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} does not exist, so it has no checkpoints")
+            what = "is a file" if self.directory.exists() else "does not exist"
+            raise CheckpointError(f"{self.directory} {what}, so it has no checkpoints")
         names = sorted(path.name for path in self.directory.iterdir())
         holds = f"it holds {', '.join(names[:5])}" if names else "it is empty"
         raise CheckpointError(f"{self.directory} has no checkpoints: {holds}")
 
     def _others(self, step: int) -> str:
         rest = [s for s in self.steps() if s != step]
-        return f"; other steps there: {', '.join(map(str, rest))}" if rest else ""
+        if not rest:
+            return ""
+        return (
+            f"; other steps there: {', '.join(map(str, rest))} (remove {self.directory / str(step)} "
+            f"to go on from the newest of them)"
+        )
 
     @contextlib.contextmanager
-    def _explained(self, told: str, others: str = "") -> Iterator[None]:
+    def _explained(self, told: str, others: str = "", sweep: bool = False) -> Iterator[None]:
         """Turns what Orbax, TensorStore or the file system raise into one sentence."""
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
+            if sweep and jax.process_index() == 0:
+                self._sweep()  # what is half written would keep a full disk full
             raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
 
 

@@ -281,7 +281,7 @@ class _Replayed(Iterator[Any]):
     """Batches of any iterable, wound forward to where a run left off."""
 
     def __init__(self, batches: Any, plan: Blueprint, position: int):
-        self.size = _batch_size(plan.batch)
+        self.size = max((x.shape[0] for x in jax.tree.leaves(plan.batch) if x.shape), default=1)
         self.position = position
         self._put = Putter(plan)
         self._rest = iter(batches)

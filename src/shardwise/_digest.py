@@ -83,6 +83,8 @@ def _words(array: jax.Array) -> jax.Array:
     """Returns the bits of the elements as unsigned words of 32 bits."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         array = jnp.stack([array.real, array.imag], axis=-1)
+    if array.dtype.name.startswith("float4"):
+        array = jax.lax.bitcast_convert_type(array, jnp.uint4)
     # Booleans, and numbers of less than a byte, have no bits of their own to look at.
     if array.dtype == jnp.bool_ or array.dtype.name in ("int2", "uint2", "int4", "uint4"):
         return array.astype(jnp.int32).astype(jnp.uint32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._checkpoints import Checkpoints
+from ._checkpoints import CheckpointError, Checkpoints
 from ._data import Data, open_batches
 from ._layout import Layout
 from ._peers import naming_lost_process
-from ._place import require_devices
+from ._place import own_mesh, require_devices
+from ._preflight import named_arrays
 from ._recipe import Recipe
 from ._state import TrainState
 from ._step import Blueprint, blueprint
@@ -85,23 +87,25 @@ def fit(
         >>> int(state.step)
         10
     """
-    _require(steps, log_every, evaluate, evaluate_every, evaluate_batches)
+    _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
+    _require_place(checkpoints, resume)
     plan = blueprint(recipe, layout)
     mesh = require_devices(plan.layout)
     step = Step(plan)
-    if checkpoints is not None and resume and checkpoints.steps():
-        state = checkpoints.restore(recipe, layout)
-        position = checkpoints.about(int(state.step))["position"]
+    if checkpoints is not None and checkpoints.steps():
+        newest = checkpoints.steps()[-1]
+        state = checkpoints.restore(recipe, layout, step=newest)
+        position = checkpoints.about(newest)["position"]
     else:
         state, position = train_state(recipe, layout), 0
     first = int(state.step)
-    saver = _Saver(plan, checkpoints)
+    saver = _Saver(plan, checkpoints, state)
     folder = Path(logs) if logs is not None else None
     tracer = _Profile(folder or (checkpoints.directory if checkpoints else Path.cwd()))
     judge = _Judge(plan, evaluate, evaluate_batches) if evaluate is not None else None
     watch = Watch(plan, steps=steps, first=first, logs=folder, every=log_every, show=show)
 
-    with Stopping(mesh) as stop, watch:
+    with own_mesh(mesh), Stopping(mesh) as stop, watch:
         if first:
             watch.say(f"resumed after step {first} of {saver.place}")
         if first >= steps:
@@ -125,24 +129,33 @@ def fit(
                             saver.save(number, state, batches.position)
                     if asked:
                         saver.wait()
-                        watch.say(f"stopped after step {number}, saved to {saver.place}")
+                        watch.say(f"stopped after step {number}, {saver.told}")
                         raise Stopped(number, asked)
+            saver.wait()
         except NotFinite as error:
             raise NotFinite(f"{error}; {saver.last_good()}") from None
+        except BaseException:
+            # A save that is under way is finished, whatever ended the run.
+            with contextlib.suppress(CheckpointError):
+                saver.wait()
+            raise
         finally:
             tracer.close()
-        saver.wait()
+        if stop.noted:  # it came while the last step was saved
+            raise Stopped(steps, stop.noted)
     return state
 
 
 class _Saver:
     """Saves when it is time, and never a state that is not finite."""
 
-    def __init__(self, plan: Blueprint, checkpoints: Checkpoints | None):
+    def __init__(self, plan: Blueprint, checkpoints: Checkpoints | None, state: TrainState):
         self.plan, self.checkpoints = plan, checkpoints
-        self.place = checkpoints.directory if checkpoints else "nowhere"
+        self.place = checkpoints.directory if checkpoints else ""
+        self.told = f"saved to {self.place}" if checkpoints else "nothing was saved"
         self._saved_at = time.monotonic()
-        self._finite = _finite_on(plan.shardings.step)
+        # What is infinite from the start, such as a mask or the best loss so far, is meant so.
+        self._at_first = self._finite(state) if checkpoints else {}
 
     def due(self, number: int) -> bool:
         every = self.checkpoints.every if self.checkpoints else None
@@ -158,10 +171,25 @@ class _Saver:
         if self.checkpoints is None:
             return
         # A finite loss does not mean that the update after it was: look before it is kept.
-        if not bool(np.asarray(self._finite(state))):
-            raise NotFinite(f"the state is not finite after step {number}, though its loss was")
+        finite = self._finite(state)
+        wrong = [name for name, yes in finite.items() if self._at_first[name] and not yes]
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise NotFinite(
+                f"{wrong[0]}{more} is not finite after step {number}, though its loss was"
+            )
         self.checkpoints.save(number, state, position=position, layout=self.plan.layout)
         self._saved_at = time.monotonic()
+
+    def _finite(self, state: TrainState) -> dict[str, bool]:
+        arrays = {
+            name: x
+            for name, x in named_arrays(state).items()
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+        }
+        with own_mesh(self.plan.layout.mesh):
+            found = _finite_on(self.plan.shardings.step)(list(arrays.values()))
+        return dict(zip(arrays, np.asarray(found).tolist(), strict=True))
 
     def wait(self) -> None:
         if self.checkpoints is not None:
@@ -172,8 +200,9 @@ class _Saver:
             return "nothing was saved: give fit checkpoints="
         self.checkpoints.close()
         steps = self.checkpoints.steps()
-        where = f"in {self.checkpoints.directory}"
-        return f"the last good checkpoint is step {steps[-1]} {where}" if steps else f"none {where}"
+        if not steps:
+            return f"no checkpoint was saved to {self.checkpoints.directory} before"
+        return f"the last good checkpoint is step {steps[-1]} in {self.checkpoints.directory}"
 
 
 class _Judge:
@@ -232,9 +261,8 @@ def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _finite_on(replicated: NamedSharding) -> Any:
-    def finite(state: TrainState) -> jax.Array:
-        floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return jnp.array([jnp.isfinite(x).all() for x in floats]).all()
+    def finite(arrays: list[jax.Array]) -> jax.Array:
+        return jnp.array([jnp.isfinite(x).all() for x in arrays])
 
     return jax.jit(finite, out_shardings=replicated)
 
@@ -246,15 +274,35 @@ def _same_everywhere(mine: bool) -> Any:
 
 
 def _require(
-    steps: int, log_every: int, evaluate: Any, evaluate_every: int | None, evaluate_batches: int
+    steps: int,
+    log_every: int,
+    evaluate: Any,
+    evaluate_every: int | None,
+    evaluate_batches: int,
+    profile: int | None,
 ) -> None:
     for name, value in (
         ("steps", steps),
         ("log_every", log_every),
-        ("evaluate_every", evaluate_every or 1),
+        ("evaluate_every", 1 if evaluate_every is None else evaluate_every),
         ("evaluate_batches", evaluate_batches),
+        ("profile", 1 if profile is None else profile),
     ):
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name}={value!r} is no number of steps: give 1 or more")
     if (evaluate is None) != (evaluate_every is None):
         raise ValueError("evaluate= and evaluate_every= go together: give both, or neither")
+
+
+def _require_place(checkpoints: Any, resume: bool) -> None:
+    if checkpoints is None:
+        return
+    if not isinstance(checkpoints, Checkpoints):
+        raise ValueError(
+            f"checkpoints is {checkpoints!r}: give sw.Checkpoints({str(checkpoints)!r})"
+        )
+    if not resume and checkpoints.steps():
+        raise ValueError(
+            f"resume=False would begin anew in {checkpoints.directory}, which has checkpoints up "
+            f"to step {checkpoints.steps()[-1]}: give another directory, or remove them"
+        )

@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 # Small enough that a process which needs part of a chunk reads little more than its part.
-_CHUNK_BYTES = 2**25
+_CHUNK_BYTES = 2**22
 
 
 class FilesHandler(ocp.AsyncCheckpointHandler):
@@ -54,20 +54,18 @@ class FilesSave(ocp.args.CheckpointArgs):
 
 
 class Writer:
-    """Saves asynchronously, one step at a time.
+    """Saves asynchronously, one step at a time."""
 
-    Args:
-        finished: called on every process, in a thread, when a step was committed.
-    """
-
-    def __init__(self, finished: Callable[[], None]):
+    def __init__(self) -> None:
         """Starts no thread before the first save."""
         handler = ocp.CompositeCheckpointHandler(
             # Trained weights hardly compress, and compressing them takes most of a save.
             state=ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
             about=FilesHandler(),
         )
-        options = ocp.options.AsyncOptions(post_finalization_callback=finished)
+        # Made in the background, a directory that cannot be made would be waited for by threads
+        # that keep the process from ending for five minutes.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, directory: Path, arrays: Any, files: Mapping[str, Callable[[], str]]) -> None:
@@ -128,7 +126,7 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keeps Orbax from warning of what is meant here, such as a restore onto another mesh."""
-    loggers = {"absl": logging.ERROR, "asyncio": logging.CRITICAL}
+    loggers = {"absl": logging.CRITICAL, "asyncio": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in loggers}
     for name, level in loggers.items():
         logging.getLogger(name).setLevel(level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -115,6 +116,13 @@ def require_devices(layout: Layout) -> Mesh:
             f"use layout.on(sw.mesh({axes!r})) for devices that are here"
         )
     return layout.mesh
+
+
+def own_mesh(mesh: Any) -> Any:
+    """Returns a context in which a mesh that the caller has set does not count."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def _auto(mesh: Mesh) -> Mesh:

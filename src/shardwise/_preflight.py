@@ -26,7 +26,9 @@ class Preflight:
     Attributes:
         step: the step.
         findings: missing, extra and different arrays (errors), and other layouts (warnings).
-        read_bytes: the bytes of the shards that each process reads, by process (exact).
+        read_bytes: the bytes of the distinct shards that each process holds, and so must read, by
+            process (exact). Where they are split otherwise than they were saved, more passes
+            through: what is stored is read in chunks of at most 4 MiB.
         total_bytes: the bytes of the whole state (exact).
     """
 
@@ -38,11 +40,11 @@ class Preflight:
     def __str__(self) -> str:
         """Returns the findings and the bytes."""
         most = max(self.read_bytes.values(), default=0)
-        each = "it" if len(self.read_bytes) == 1 else f"each of {len(self.read_bytes)} processes"
+        count = len(self.read_bytes)
+        each = "one process" if count == 1 else f"each of {count} processes"
         return (
-            f"{self.findings}\nstep {self.step}: {show_bytes(self.total_bytes)} in all; "
-            f"{each} reads {'' if len(set(self.read_bytes.values())) == 1 else 'at most '}"
-            f"{show_bytes(most)} (exact)"
+            f"{self.findings}\nstep {self.step}: {show_bytes(self.total_bytes)} in all; {each} needs "
+            f"{'' if len(set(self.read_bytes.values())) == 1 else 'at most '}{show_bytes(most)} (exact)"
         )
 
     __repr__ = __str__

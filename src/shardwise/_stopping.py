@@ -67,6 +67,11 @@ class Stopping:
             # None stands for a handler that was not set from Python and cannot be put back.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
+    @property
+    def noted(self) -> int:
+        """The signal that this process got, or 0."""
+        return self._seen
+
     def asked(self) -> int:
         """Returns the signal that was noted, or 0; on many processes the same on all of them.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from ._batch import local_spans, require_batch
 from ._layout import Layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves, show_path
-from ._place import init, require_devices
+from ._place import init, own_mesh, require_devices
 from ._recipe import Recipe
 from ._state import TrainState
 from ._step import Blueprint, blueprint
@@ -69,13 +68,6 @@ def _begin(recipe: Recipe, plan: Blueprint) -> TrainState:
     trained = {path: model[path] for path in plan.trained}
     optimizer, ema, step = jax.jit(begin, out_shardings=places)(trained)
     return TrainState(step, model, optimizer, ema)
-
-
-def own_mesh(mesh: Any) -> Any:
-    """Returns a context in which a mesh that the caller has set does not count."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(mesh)
 
 
 class Step:

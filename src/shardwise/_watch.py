@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from ._batch import named_batch
 from ._step import Blueprint
@@ -128,10 +129,11 @@ class Watch:
         # The mean of many: single times are those of the reading, which goes in bursts.
         mean = sum(self._recent) / len(self._recent) if self._recent else row["step_seconds"]
         left = int(mean * (self.steps - self._done))
+        hours = f"{left // 3600}:{left // 60 % 60:02}" if left >= 3600 else f"{left // 60}"
+        # Memory comes last: a narrow terminal cuts the end off.
         return (
-            f"loss {row['loss']:.4f}  {1e3 * mean:.1f} ms  "
-            f"{_short(self.amount / mean)} {self.unit}/s  {_memory(self._plan)}  "
-            f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+            f"loss {row['loss']:.4g}  {1e3 * mean:.4g} ms  {_short(self.amount / mean)} "
+            f"{self.unit}/s  ETA {hours}:{left % 60:02}  {_memory(self._plan)}"
         )
 
 
@@ -146,10 +148,13 @@ class _Files:
         self._board = SummaryWriter(str(logs), purge_step=first + 1 if first else None)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._lines.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        # JSON has no NaN, and TensorBoard shows none.
+        finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
+        self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
         self._lines.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        for name, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._lines.close()
@@ -157,8 +162,14 @@ class _Files:
 
 
 def _bar(first: int, steps: int) -> Progress:
-    columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(None))
-    bar = Progress(*columns, TextColumn("{task.fields[told]}"), console=Console(stderr=True))
+    steps_told = TextColumn(
+        "step {task.completed}/{task.total}",
+        table_column=Column(no_wrap=True, min_width=len(f"step {steps}/{steps}")),
+    )
+    told = TextColumn("{task.fields[told]}", table_column=Column(no_wrap=True, ratio=1))
+    console = Console(stderr=True)
+    columns = [steps_told, BarColumn(16), told] if console.width > 100 else [steps_told, told]
+    bar = Progress(*columns, console=console, expand=True)
     bar.add_task("train", total=steps, completed=first, told="compiling")
     return bar
 
@@ -176,9 +187,9 @@ def _memory(plan: Blueprint) -> str:
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
-        return f"peak {show_bytes(stats['peak_bytes_in_use'])}/device (measured)"
+        return f"{show_bytes(stats['peak_bytes_in_use'])}/device (measured)"
     held = plan.layout.bytes_per_device + plan.optimizer.bytes_per_device
-    return f"state {show_bytes(held)}/device (exact)"
+    return f"{show_bytes(held)}/device (exact)"
 
 
 def _short(number: float) -> str:
