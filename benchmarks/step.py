@@ -38,7 +38,7 @@ def decoder():
 
 
 CASES = {
-    "decoder": (decoder, models.next_token_loss, jax.ShapeDtypeStruct((8, 128), "int32"), 5),
+    "decoder": (decoder, models.next_token_loss, jax.ShapeDtypeStruct((16, 128), "int32"), 4),
     "tiny": (tiny, tiny_loss, jax.ShapeDtypeStruct((8, 32), "float32"), 300),
 }
 
@@ -72,12 +72,12 @@ def hand_written(make, loss, tx, layout, sharding):
     return run, state, step
 
 
-def flax_guide(make, loss, tx, layout):
+def flax_guide(make, loss, tx, layout, donate):
     """Returns the step of Flax's guide: an `nnx.Optimizer` and `nnx.jit`."""
     model = sw.init(make, layout)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    @nnx.jit
+    @functools.partial(nnx.jit, donate_argnums=(0, 1) if donate else ())
     def step(model, optimizer, batch):
         value, grads = nnx.value_and_grad(loss)(model, batch)
         optimizer.update(model, grads)
@@ -104,7 +104,8 @@ def measure(name, repeats):
         host = np.ones(abstract.shape, "float32")
     batch = jax.device_put(host, sharding)
     hand, hand_state, hand_jitted = hand_written(make, loss, tx, layout, sharding)
-    guide, guide_state = flax_guide(make, loss, tx, layout)
+    guide, guide_state = flax_guide(make, loss, tx, layout, donate=False)
+    donating, donating_state = flax_guide(make, loss, tx, layout, donate=True)
     state = sw.train_state(recipe, layout)
     ours = _peak(step.jitted.lower(step.plan.abstract, step.plan.batch))
     theirs = _peak(hand_jitted.lower(*hand_state, batch))
@@ -117,6 +118,7 @@ def measure(name, repeats):
         "hand-written jax.jit": [hand, hand_state],
         "shardwise": [shardwise, state],
         "nnx.jit of the guide": [guide, guide_state],
+        "the same, donating": [donating, donating_state],
     }
     times = {name: [] for name in runs}
     for turn in range(repeats + 1):

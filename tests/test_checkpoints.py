@@ -383,7 +383,7 @@ def test_sw405_tells_of_another_layout_and_is_silent_for_the_same(saved, tmp_pat
     checkpoints = without_arrays(saved[0], tmp_path)
     same = checkpoints.preflight(RECIPE, layout_for("the same"))
     assert not same.findings
-    assert str(same) == "no findings\nstep 3: 5.0 KiB in all; it reads 5.0 KiB (exact)"
+    assert str(same) == "no findings\nstep 3: 5.0 KiB in all; one process needs 5.0 KiB (exact)"
     moved = checkpoints.preflight(RECIPE, layout_for("tensor"))
     assert {f.code for f in moved.findings} == {"SW405"}
     message = "saved as P('data') on data=8, restored as P('model') on data=2,model=4; so are "

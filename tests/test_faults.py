@@ -168,7 +168,7 @@ def test_a_flipped_bit_of_an_array_is_told_with_its_name(damaged):
         damaged.restore(RECIPE, layout())
     pattern = (
         rf"step 2 in {damaged.directory} is damaged: what was read of \S+ is not what was saved; "
-        r"other steps there: 1"
+        r"other steps there: 1; remove it to go on from them"
     )
     assert re.fullmatch(pattern, str(caught.value))
     assert is_intact(damaged, 1)
@@ -182,7 +182,7 @@ def test_a_missing_metadata_file(damaged, file):
             action(RECIPE, layout())
         assert str(caught.value) == (
             f"step 2 in {damaged.directory} is damaged: its file {file} is missing; "
-            f"other steps there: 1"
+            f"other steps there: 1; remove it to go on from them"
         )
     assert is_intact(damaged, 1)
 
@@ -202,7 +202,7 @@ def test_a_damaged_about(damaged, text, reason):
         damaged.about()
     assert str(caught.value) == (
         f"step 2 in {damaged.directory} is damaged: its file about/about.json {reason}; "
-        f"other steps there: 1"
+        f"other steps there: 1; remove it to go on from them"
     )
     assert is_intact(damaged, 1)
 

@@ -53,7 +53,10 @@ def main():
         batch=jax.ShapeDtypeStruct((args.batch, args.seq), "int32"),
         compute_dtype="bfloat16",
         remat={"blocks.*": args.remat} if args.remat else None,
-        compiler_options=dict(option.split("=") for option in args.option),
+        compiler_options={
+            name: {"true": True, "false": False}.get(value, value)
+            for name, value in (option.split("=") for option in args.option)
+        },
     )
     layout = sw.layout(make, sw.mesh("data=1"), "dp")
     step, state = sw.train_step(recipe, layout), sw.train_state(recipe, layout)

@@ -89,6 +89,7 @@ class Checkpoints:
         self.keep, self.every, self.minutes = keep, every, minutes
         self._writer: Writer | None = None
         self._saving: int | None = None
+        self._removing: list[threading.Thread] = []
 
     def save(
         self, step: int, state: TrainState, *, position: int = 0, layout: Layout | None = None
@@ -106,7 +107,7 @@ class Checkpoints:
         """
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"step {step!r} is no number of a step: give 0 or more")
-        self.wait()
+        self._settle()
         step = operator.index(step)
         target = self.directory / str(step)
         if target.exists():
@@ -133,8 +134,8 @@ class Checkpoints:
         def about_text() -> str:
             for name, digest in digest_of().items():
                 rows[name]["digest"] = digest
-            body = json.dumps({**about, "arrays": rows}, indent=1)
-            return json.dumps({"crc32": zlib.crc32(body.encode()), "body": body})
+            body = {**about, "arrays": rows}
+            return json.dumps({**body, "crc32": _crc32(body)}, indent=1)
 
         files: dict[str, Callable[[], str]] = {Path(_ABOUT).name: about_text}
         if layout is not None:
@@ -145,11 +146,16 @@ class Checkpoints:
         self._saving = step
 
     def wait(self) -> None:
-        """Returns when the save that is under way is committed.
+        """Returns when the save that is under way is committed, and older steps are removed.
 
         Raises:
             CheckpointError: it failed; the steps before it are untouched.
         """
+        self._settle()
+        while self._removing:
+            self._removing.pop().join()
+
+    def _settle(self) -> None:
         if self._writer is None or self._saving is None:
             return
         step, self._saving = self._saving, None
@@ -188,16 +194,16 @@ class Checkpoints:
                 f"{self._others(step)}"
             )
         try:
-            outer = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
-            if zlib.crc32(outer["body"].encode()) != outer["crc32"]:
+            about = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
+            known = about["format"] == FORMAT
+            if known and about.pop("crc32") != _crc32(about):
                 raise ValueError("it is not what was written")
-            about = json.loads(outer["body"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"step {step} in {self.directory} is damaged: its file {_ABOUT} cannot be read "
                 f"({error}){self._others(step)}"
             ) from error
-        if about["format"] != FORMAT:
+        if not known:
             raise CheckpointError(
                 f"step {step} in {self.directory} is of format {about['format']}, this version "
                 f"reads {FORMAT}"
@@ -284,7 +290,9 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 (self.directory / str(step)).rename(gone)
             # In the background: a large step takes a while to remove.
-            threading.Thread(target=shutil.rmtree, args=(gone, True)).start()
+            thread = threading.Thread(target=shutil.rmtree, args=(gone, True))
+            thread.start()
+            self._removing.append(thread)
 
     def _pick(self, step: int | None) -> int:
         steps = self.steps()
@@ -308,10 +316,7 @@ class Checkpoints:
         rest = [s for s in self.steps() if s != step]
         if not rest:
             return ""
-        return (
-            f"; other steps there: {', '.join(map(str, rest))} (remove {self.directory / str(step)} "
-            f"to go on from the newest of them)"
-        )
+        return f"; other steps there: {', '.join(map(str, rest))}; remove it to go on from them"
 
     @contextlib.contextmanager
     def _explained(self, told: str, others: str = "", sweep: bool = False) -> Iterator[None]:
@@ -379,6 +384,10 @@ def _tree(state: TrainState) -> dict[str, Any]:
 def _from_tree(tree: dict[str, Any]) -> TrainState:
     parts = [tree.get(name, {}) for name in ("model", "optimizer", "ema")]
     return TrainState(tree["step"], *parts)
+
+
+def _crc32(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _bytes(x: Any) -> int:

@@ -63,10 +63,9 @@ def _part_sum(part: jax.Array, *, spec: P, mesh: Mesh) -> jax.Array:
     """Returns what one device adds to a digest: nothing, if another one has the same part."""
     axes = padded(spec, part.ndim)
     total = _words(part)
-    extra = total.ndim - part.ndim  # words of an element of more than 32 bits
     for dim in reversed(range(total.ndim)):
         size = total.shape[dim]
-        mine = axes[dim] if dim < total.ndim - extra else ()
+        mine = axes[dim] if dim < part.ndim else ()  # beyond are the words of one element
         start = jax.lax.axis_index(mine) * size if mine else 0
         place = jnp.arange(size, dtype=jnp.uint32) + jnp.uint32(start)
         # Odd for each dim, hence odd for the element.

@@ -98,8 +98,8 @@ class Block(nnx.Module):
         """Returns the residual stream after this block."""
         x = x + self.attention(self.norm1(x))
         both = jnp.einsum("bld,dgf->blgf", self.norm2(x), self.up[...])
-        # Split, not indexed: the gradient of a split is one concatenation.
-        gate, up = (part.squeeze(2).astype(jnp.float32) for part in jnp.split(both, 2, axis=2))
+        # Indexed, not split: the gradient of a split took 16 GiB more on an H200, and no less time.
+        gate, up = both[:, :, 0].astype(jnp.float32), both[:, :, 1].astype(jnp.float32)
         return x + (nnx.silu(gate) * up).astype(x.dtype) @ self.down[...]
 
 
@@ -158,6 +158,6 @@ def rotate(x: jax.Array, theta: float) -> jax.Array:
     rates = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
     angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates
     cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
