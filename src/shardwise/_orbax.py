@@ -10,6 +10,8 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 # Small enough that a process which needs part of a chunk reads little more than its part.
 _CHUNK_BYTES = 2**22
+_STRAGGLERS_SECONDS = 0.3
 
 
 class FilesHandler(ocp.AsyncCheckpointHandler):
@@ -117,10 +120,20 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
                 return checkpointer.restore(directory, args=args)
         except Exception as error:
             told = str(error).partition(" [tensorstore_spec")[0]
-        # Reads that failed beside the first are told by asyncio when they are collected: now,
-        # while it is quiet, rather than in the middle of what the caller prints next.
-        gc.collect()
+        # Reads beside the one that failed end after Orbax has closed its event loop, and each
+        # would print a traceback, in the middle of whatever the caller prints next.
+        hook = sys.unraisablehook
+        sys.unraisablehook = lambda told: None if _is_closed_loop(told) else hook(told)
+        try:
+            time.sleep(_STRAGGLERS_SECONDS)
+            gc.collect()
+        finally:
+            sys.unraisablehook = hook
     raise OSError(told)
+
+
+def _is_closed_loop(told: Any) -> bool:
+    return isinstance(told.exc_value, RuntimeError) and "loop is closed" in str(told.exc_value)
 
 
 @contextlib.contextmanager

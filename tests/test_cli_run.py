@@ -1,0 +1,179 @@
+"""The commands that run: `train`, `checkpoints`, `launch` and `demo`."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise import _cli
+
+FILES = {
+    "small.py": """
+import jax
+import numpy as np
+import optax
+import shardwise as sw
+from flax import nnx
+
+def make():
+    return nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+batch = jax.ShapeDtypeStruct((8, 16), "float32")
+recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.adamw(1e-3), batch=batch)
+plain = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(1e-3), batch=batch)
+data = sw.data(np.ones((64, 16), "float32"))
+""",
+    "bare.py": "from small import recipe",
+}
+RUN = ("--mesh", "data=8", "--on", "cpu:8", "--strategy", "dp")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    for name in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            _cli.main()
+        return caught.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_train_saves_and_resumes_and_checkpoints_lists(run):
+    train = ("train", "small.py:recipe", *RUN, "--checkpoints", "runs/a", "--every", "2")
+    status, out, err = run(*train, "--steps", "4", "--logs", "logs")
+    assert (status or 0, out) == (0, "") and "step 4/4  loss " in err
+    assert [
+        json.loads(line)["step"] for line in Path("logs/metrics.jsonl").read_text().splitlines()
+    ] == [1, 4]
+
+    status, out, err = run(*train, "--steps", "6")
+    assert status == 2
+    assert err == (
+        "shardwise: runs/a has checkpoints up to step 4: give --resume to go on from there, or "
+        "another directory\n"
+    )
+    status, out, err = run(*train, "--steps", "6", "--resume")
+    assert status in (None, 0) and "resumed after step 4" in err and "step 6/6" in err
+
+    status, out, err = run("checkpoints", "runs/a")
+    assert status in (None, 0)
+    lines = out.splitlines()
+    assert lines[0].split() == ["step", "size", "mesh", "devices", "processes", "saved"]
+    assert [line.split()[0] for line in lines[1:4]] == ["2", "4", "6"]
+    assert lines[1].split()[1:5] == ["6.4", "KiB", "data=8", "8"]
+    assert lines[4].startswith("3 checkpoints in ")
+    rows = json.loads(run("checkpoints", "runs/a", "--format", "json")[1])
+    assert [(row["step"], row["position"]) for row in rows] == [(2, 16), (4, 32), (6, 48)]
+
+    preflight = ("checkpoints", "runs/a", "--mesh", "data=4", "--strategy", "dp", "--preflight")
+    status, out, err = run(*preflight, "small.py:recipe")
+    assert status in (None, 0)
+    assert out == ("no findings\nstep 6: 6.4 KiB in all; one process needs 6.4 KiB (exact)\n")
+    status, out, err = run(*preflight, "small.py:plain", "--step", "4")
+    assert status == 1 and out.count("error[SW402] extra-in-checkpoint") == 5
+
+
+WRONG = {
+    "no recipe": (
+        ("train", "small.py:make", *RUN, "--steps", "1"),
+        "target 'small.py:make' is a function: train needs a Recipe, with its loss, optimizer and "
+        "batch",
+    ),
+    "no data": (
+        ("train", "bare.py:recipe", *RUN, "--steps", "1"),
+        "there is no data to train on: name it with --data, or have a name data in bare.py",
+    ),
+    "no such data": (
+        ("train", "small.py:recipe", *RUN, "--steps", "1", "--data", "tokens.npy", "--length", "8"),
+        "the file of tokens tokens.npy does not exist",
+    ),
+    "resume from nowhere": (
+        ("train", "small.py:recipe", *RUN, "--steps", "1", "--resume"),
+        "--every, --minutes and --resume need --checkpoints DIR",
+    ),
+    "no steps": (
+        ("train", "small.py:recipe", *RUN, "--steps", "0"),
+        "steps=0 is no number of steps: give 1 or more",
+    ),
+    "no devices": (
+        ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
+        "the layout is on data=8 of no devices, so nothing can be placed on it: use "
+        "layout.on(sw.mesh('data=8')) for devices that are here",
+    ),
+    "nothing there": (
+        ("checkpoints", "away"),
+        "{folder}/away does not exist, so it has no checkpoints",
+    ),
+    "something else": (
+        ("checkpoints", "."),
+        "{folder} has no checkpoints: it holds bare.py, small.py",
+    ),
+    "a preflight onto nothing": (
+        ("checkpoints", ".", "--preflight", "small.py:recipe"),
+        "--preflight needs --mesh, the mesh to restore onto",
+    ),
+    "nothing to launch": (
+        ("launch", "-n", "2", "--", "no-such-program"),
+        None,
+    ),
+    "no processes": (("launch", "-n", "0", "--", "true"), None),
+    "too short a demo": (
+        ("demo", "--steps", "1"),
+        "--steps 1 is too short to show anything: give 4 or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_run_is_one_sentence(run, folder, case):
+    arguments, message = WRONG[case]
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    if message is not None:
+        assert err == f"shardwise: {message.format(folder=folder)}\n"
+
+
+def test_launch_returns_the_status_of_its_processes():
+    code = "import os, sys; print(os.environ['SHARDWISE_PROCESS']); sys.exit(3)"
+    command = [sys.executable, "-m", "shardwise", "launch", "-n", "1", "--", sys.executable]
+    done = subprocess.run([*command, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "[0] 0\n")
+
+
+def test_demo_shows_a_whole_run(folder):
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "demo",
+        "--steps",
+        "4",
+        "--checkpoints",
+        "runs/demo",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    titles = re.findall(r"^\d\. ([\w ]+):", done.stdout, re.MULTILINE)
+    assert titles == ["Lay out", "Check", "Initialise", "Train", "Restore", "Where it lies"]
+    assert "planned against live: no findings" in done.stdout
+    apart = float(re.search(r"further than (\S+) from", done.stdout)[1])
+    assert apart < 1e-5
+    assert "resumed after step 2" in done.stderr and "step 4/4" in done.stderr
