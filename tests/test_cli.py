@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise import _cli
 from shardwise._rules_file import read_rules
 from shardwise.examples import decoder
 
@@ -83,31 +82,6 @@ recipe = sw.Recipe(
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    """A folder of its own with the files above; what a target imports is forgotten afterwards."""
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in FILES:
-        sys.modules.pop(name.removesuffix(".py"), None)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Returns a function that runs a command here; it returns its status, stdout and stderr."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            _cli.main()
-        return caught.value.code, *capsys.readouterr()
-
-    return call
-
-
 def start(*arguments, command=(sys.executable, "-m", "shardwise")):
     """Runs a command in a process of its own."""
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
@@ -123,6 +97,7 @@ def mlp():
     return mlp
 
 
+pytestmark = pytest.mark.usefixtures("folder")
 TARGETS = ["mlp.py:make", "./mlp.py:live", "mlp:make", "mlp.py:factories.make"]
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise import _cli
-
 FILES = {
     "small.py": """
 import jax
@@ -31,29 +29,8 @@ data = sw.data(np.ones((64, 16), "float32"))
 """,
     "bare.py": "from small import recipe",
 }
+pytestmark = pytest.mark.usefixtures("folder")
 RUN = ("--mesh", "data=8", "--on", "cpu:8", "--strategy", "dp")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in FILES:
-        sys.modules.pop(name.removesuffix(".py"), None)
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            _cli.main()
-        return caught.value.code, *capsys.readouterr()
-
-    return call
 
 
 def test_train_saves_and_resumes_and_checkpoints_lists(run):
