@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
 # Small enough that a process which needs part of a chunk reads little more than its part.
 _CHUNK_BYTES = 2**22
+_AT_ONCE_BYTES = 2**27
 _STRAGGLERS_SECONDS = 0.3
 
 
@@ -112,7 +114,12 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
         )
 
-    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=1)
+    # What is read at one time is held twice: so little of it, and yet enough for one shard.
+    shards = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(abstract))
+    sizes = zip(shards, jax.tree.leaves(abstract), strict=True)
+    largest = max(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in sizes)
+    at_once: Any = max(_AT_ONCE_BYTES, 2 * largest) / 1e9  # a number of GB, whole or not
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=at_once)
     args = ocp.args.PyTreeRestore(abstract, restore_args=jax.tree.map(one, abstract))
     with _quiet():
         try:
