@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from ._checkpoints import CheckpointError, Checkpoints
 from ._data import Data, open_batches
 from ._layout import Layout
-from ._peers import naming_lost_process
+from ._peers import LostProcess, naming_lost_process
 from ._place import own_mesh, require_devices
 from ._preflight import named_arrays
 from ._recipe import Recipe
@@ -134,7 +134,9 @@ def fit(
             saver.wait()
         except NotFinite as error:
             raise NotFinite(f"{error}; {saver.last_good()}") from None
-        except BaseException:
+        except LostProcess:
+            raise  # a save that is under way waits for all processes, in vain
+        except Exception:
             # A save that is under way is finished, whatever ended the run.
             with contextlib.suppress(CheckpointError):
                 saver.wait()

@@ -154,8 +154,6 @@ class Blueprint:
             for path, old in state.ema.items()
             if recipe.ema is not None
         }
-        # The keys stay in the state's own order: dicts of another order are other pytrees to
-        # no one, but a reader of the state sees them.
         model = {path: trained.get(path, rest.get(path)) for path in state.model}
         done = TrainState(state.step + 1, model, self.flat_optimizer(after), ema)
         return done, {"loss": loss, **metrics}
