@@ -13,10 +13,10 @@ import shardwise as sw
 here = sw.distributed(timeout_seconds=10)
 print(f"pid {here.index} {os.getpid()}", flush=True)
 
-import jax  # noqa: E402 - the distributed runtime comes first
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import nnx  # noqa: E402
+import jax
+import numpy as np
+import optax
+from flax import nnx
 
 
 class Net(nnx.Module):

@@ -13,12 +13,12 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import nnx  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-import shardwise as sw  # noqa: E402
+import shardwise as sw
 
 mode, directory = sys.argv[1:]
 size = 2048 if mode == "read" else 256

@@ -18,13 +18,13 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 2)
 
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import orbax.checkpoint  # noqa: E402, F401 - once, and not in each child
-from flax import nnx  # noqa: E402
+import numpy as np
+import optax
+import orbax.checkpoint  # noqa: F401 - imported once, before the forks that save with it
+from flax import nnx
 
-import shardwise as sw  # noqa: E402
-from shardwise._step import blueprint  # noqa: E402
+import shardwise as sw
+from shardwise._step import blueprint
 
 SHAPE = (256, 512)
 directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
