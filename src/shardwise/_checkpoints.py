@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from ._preflight import Preflight, array_rows, flight_check, named_arrays
 from ._recipe import Recipe
 from ._state import TrainState
 from ._step import Blueprint, blueprint
+from ._watch import NotFinite
 
 if TYPE_CHECKING:
     from ._orbax import Writer
@@ -92,7 +93,13 @@ class Checkpoints:
         self._removing: list[threading.Thread] = []
 
     def save(
-        self, step: int, state: TrainState, *, position: int = 0, layout: Layout | None = None
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        position: int = 0,
+        layout: Layout | None = None,
+        finite: Collection[str] = (),
     ) -> None:
         """Begins to save a step, and returns as soon as the state may be used up.
 
@@ -101,9 +108,12 @@ class Checkpoints:
             state: the state.
             position: how many samples were read until now.
             layout: the model's layout, whose lockfile is saved too, as `about/layout.json`.
+            finite: arrays, as `model.kernel`, without whose being finite the step is not kept:
+                the next save, or `wait`, then raises `NotFinite`.
 
         Raises:
             CheckpointError: this save cannot be begun, or the one before it failed.
+            NotFinite: the one before it had an array that is not finite.
         """
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"step {step!r} is no number of a step: give 0 or more")
@@ -132,8 +142,13 @@ class Checkpoints:
         }
 
         def about_text() -> str:
-            for name, digest in digest_of().items():
-                rows[name]["digest"] = digest
+            found = digest_of()
+            wrong = [name for name in finite if not found[name].finite]
+            if wrong:
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                raise NotFinite(f"{wrong[0]}{more} is not finite after step {step}")
+            for name, digest in found.items():
+                rows[name]["digest"] = digest.sum
             body = {**about, "arrays": rows}
             return json.dumps({**body, "crc32": _crc32(body)}, indent=1)
 
@@ -150,6 +165,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: it failed; the steps before it are untouched.
+            NotFinite: an array that must be finite is not; so are they then.
         """
         self._settle()
         while self._removing:
@@ -249,7 +265,7 @@ class Checkpoints:
             read = read_arrays(self.directory / str(step) / "state", _tree(stored))
             arrays = _from_tree(read)
             found = digests(named_arrays(arrays))()
-        wrong = [name for name in found if found[name] != about["arrays"][name]["digest"]]
+        wrong = [name for name in found if found[name].sum != about["arrays"][name]["digest"]]
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(
@@ -323,7 +339,9 @@ class Checkpoints:
         """Turns what Orbax, TensorStore or the file system raise into one sentence."""
         try:
             yield
-        except CheckpointError:
+        except (CheckpointError, NotFinite) as error:
+            if sweep and isinstance(error, NotFinite) and jax.process_index() == 0:
+                self._sweep()
             raise
         except Exception as error:
             if sweep and jax.process_index() == 0:

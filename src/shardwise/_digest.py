@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,45 +22,69 @@ from jax.sharding import PartitionSpec as P
 from ._spec import padded, spec_axes
 
 _ODD = 2654435761
+# As few that the CPU, which takes 32 at a time, does not keep the caller waiting for them; one
+# for all arrays is several times slower there, its devices in each other's way.
+_PROGRAMS = 24
 
 
-def digests(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, int]]:
+class Digest(NamedTuple):
+    """What is known of an array's values."""
+
+    sum: int
+    finite: bool
+
+
+def digests(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Digest]]:
     """Returns a function that waits for the digest of each array, and returns them by name.
 
     The arrays lie on one mesh, and may be given away as soon as this returns.
     """
-    shardings: list[Any] = [x.sharding for x in arrays.values()]
-    parts = [
-        _parts_on(sharding.mesh, sharding.spec)(x)
-        for sharding, x in zip(shardings, arrays.values(), strict=True)
-    ]
-    total = _total_on(shardings[0].mesh)(parts)
-    return lambda: dict(zip(arrays, np.asarray(total).tolist(), strict=True))
+    values = list(arrays.values())
+    shardings: list[Any] = [x.sharding for x in values]
+    mesh = shardings[0].mesh
+    size = -(-len(values) // _PROGRAMS)
+    parts = []
+    for start in range(0, len(values), size):
+        specs = tuple(sharding.spec for sharding in shardings[start : start + size])
+        parts.append(_parts_on(mesh, specs)(*values[start : start + size]))
+    total = _total_on(mesh)(parts)
+
+    def wait() -> dict[str, Digest]:
+        found = np.asarray(total).tolist()
+        return {name: Digest(sum, not bad) for name, (sum, bad) in zip(arrays, found, strict=True)}
+
+    return wait
 
 
 @functools.lru_cache(maxsize=256)
-def _parts_on(mesh: Mesh, spec: P) -> Any:
-    """Returns a program that gives each device's part of a digest, with no collective.
+def _parts_on(mesh: Mesh, specs: tuple[P, ...]) -> Any:
+    """Returns a program that gives each device's part of some digests, with no collective."""
 
-    One for each kind of array: a single program for all of them is several times slower on the
-    CPU, where its devices wait for each other.
-    """
-    body = functools.partial(_part_sum, spec=spec, mesh=mesh)
+    def body(*parts: jax.Array) -> jax.Array:
+        sums = [_part_sum(x, spec=s, mesh=mesh) for x, s in zip(parts, specs, strict=True)]
+        return jnp.stack(sums)[None]
+
     every = P(mesh.axis_names)
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=every, check_vma=False))
 
 
 @functools.lru_cache(maxsize=8)
 def _total_on(mesh: Mesh) -> Any:
     # Whole on every device, so that each process can read it.
     return jax.jit(
-        lambda parts: jnp.stack(parts).sum(axis=1, dtype=jnp.uint32),
+        lambda parts: jnp.concatenate(parts, axis=1).sum(axis=0, dtype=jnp.uint32),
         out_shardings=NamedSharding(mesh, P()),
     )
 
 
 def _part_sum(part: jax.Array, *, spec: P, mesh: Mesh) -> jax.Array:
-    """Returns what one device adds to a digest: nothing, if another one has the same part."""
+    """Returns what one device adds to a digest, and its count of numbers that are not finite.
+
+    It adds nothing if another device has the same part.
+    """
+    bad = jnp.uint32(0)
+    if jnp.issubdtype(part.dtype, jnp.inexact):
+        bad = jnp.sum(~jnp.isfinite(part), dtype=jnp.uint32)
     axes = padded(spec, part.ndim)
     total = _words(part)
     for dim in reversed(range(total.ndim)):
@@ -75,7 +99,7 @@ def _part_sum(part: jax.Array, *, spec: P, mesh: Mesh) -> jax.Array:
     for axis in mesh.axis_names:
         if axis not in used:
             total = jnp.where(jax.lax.axis_index(axis) == 0, total, 0)
-    return total[None]
+    return jnp.stack([total, bad])
 
 
 def _words(array: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ._checkpoints import CheckpointError, Checkpoints
 from ._data import Data, open_batches
+from ._digest import digests
 from ._layout import Layout
 from ._peers import LostProcess, naming_lost_process
 from ._place import own_mesh, require_devices
@@ -133,12 +133,12 @@ def fit(
                         raise Stopped(number, asked)
             saver.wait()
         except NotFinite as error:
-            raise NotFinite(f"{error}; {saver.last_good()}") from None
+            raise NotFinite(f"{saver.not_finite() or error}; {saver.last_good()}") from None
         except LostProcess:
             raise  # a save that is under way waits for all processes, in vain
         except Exception:
             # A save that is under way is finished, whatever ended the run.
-            with contextlib.suppress(CheckpointError):
+            with contextlib.suppress(CheckpointError, NotFinite):
                 saver.wait()
             raise
         finally:
@@ -156,8 +156,9 @@ class _Saver:
         self.place = checkpoints.directory if checkpoints else ""
         self.told = f"saved to {self.place}" if checkpoints else "nothing was saved"
         self._saved_at = time.monotonic()
+        # A finite loss does not mean that the update after it was: what is saved must be finite.
         # What is infinite from the start, such as a mask or the best loss so far, is meant so.
-        self._at_first = self._finite(state) if checkpoints else {}
+        self._finite = _finite_arrays(state) if checkpoints else []
 
     def due(self, number: int) -> bool:
         every = self.checkpoints.every if self.checkpoints else None
@@ -172,35 +173,26 @@ class _Saver:
     def save(self, number: int, state: TrainState, position: int) -> None:
         if self.checkpoints is None:
             return
-        # A finite loss does not mean that the update after it was: look before it is kept.
-        finite = self._finite(state)
-        wrong = [name for name, yes in finite.items() if self._at_first[name] and not yes]
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise NotFinite(
-                f"{wrong[0]}{more} is not finite after step {number}, though its loss was"
-            )
-        self.checkpoints.save(number, state, position=position, layout=self.plan.layout)
+        self.checkpoints.save(
+            number, state, position=position, layout=self.plan.layout, finite=self._finite
+        )
         self._saved_at = time.monotonic()
-
-    def _finite(self, state: TrainState) -> dict[str, bool]:
-        arrays = {
-            name: x
-            for name, x in named_arrays(state).items()
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-        }
-        with own_mesh(self.plan.layout.mesh):
-            found = _finite_on(self.plan.shardings.step)(list(arrays.values()))
-        return dict(zip(arrays, np.asarray(found).tolist(), strict=True))
 
     def wait(self) -> None:
         if self.checkpoints is not None:
             self.checkpoints.close()
 
+    def not_finite(self) -> NotFinite | None:
+        """Returns what the save that is under way finds: the loss after it tells less."""
+        try:
+            self.wait()
+        except NotFinite as error:
+            return error
+        return None
+
     def last_good(self) -> str:
         if self.checkpoints is None:
             return "nothing was saved: give fit checkpoints="
-        self.checkpoints.close()
         steps = self.checkpoints.steps()
         if not steps:
             return f"no checkpoint was saved to {self.checkpoints.directory} before"
@@ -261,12 +253,14 @@ def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
         ) from None
 
 
-@functools.lru_cache(maxsize=8)
-def _finite_on(replicated: NamedSharding) -> Any:
-    def finite(arrays: list[jax.Array]) -> jax.Array:
-        return jnp.array([jnp.isfinite(x).all() for x in arrays])
-
-    return jax.jit(finite, out_shardings=replicated)
+def _finite_arrays(state: TrainState) -> list[str]:
+    arrays = {
+        name: x
+        for name, x in named_arrays(state).items()
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    }
+    with own_mesh(state.step.sharding.mesh):
+        return [name for name, digest in digests(arrays)().items() if digest.finite]
 
 
 def _same_everywhere(mine: bool) -> Any:

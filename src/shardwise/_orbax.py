@@ -34,9 +34,11 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
         """Returns what stands for the files being written."""
 
         async def write() -> None:
+            # Made by every process: what one raises, all raise, and none waits for another.
+            texts = {name: make_text() for name, make_text in args.files.items()}
             if jax.process_index() == 0:
-                for name, make_text in args.files.items():
-                    (directory / name).write_text(make_text())
+                for name, text in texts.items():
+                    (directory / name).write_text(text)
 
         return [CommitFutureAwaitingContractedSignals(write(), name="files")]
 
