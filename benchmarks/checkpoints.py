@@ -154,7 +154,7 @@ def _peak_bytes():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--restore", type=Path, help="only restore what is there, elsewhere")
     args = parser.parse_args()

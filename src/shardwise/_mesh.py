@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ._chips import parse_target
+from ._chips import Target, parse_target
 
 AnyMesh = Mesh | AbstractMesh
 _MOST_CPU_DEVICES = 1024
@@ -53,8 +53,11 @@ def mesh(
             )
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     if isinstance(on, str) and not _is_cpu(on):
-        sizes = _fit(sizes, parse_target(on).device_count, f"on={on!r} has", ())
-        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+        target: Any = parse_target(on)
+        sizes = _fit(sizes, target.device_count, f"on={on!r} has", ())
+        return AbstractMesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=target
+        )
     devices, have = _devices(on)
     sizes = _fit(sizes, len(devices), have, devices)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
@@ -63,6 +66,12 @@ def mesh(
 def show_mesh(mesh: AnyMesh) -> str:
     """Returns the axes of `mesh` as `data=2,model=4`, which `sw.mesh` reads."""
     return _show(mesh.shape)
+
+
+def target_of(mesh: AnyMesh) -> Target | None:
+    """Returns the chips that a mesh from `sw.mesh(on="v5p:4x8x8")` is made of, if it is one."""
+    found = mesh.abstract_device if isinstance(mesh, AbstractMesh) else None
+    return found if isinstance(found, Target) else None
 
 
 def mesh_types(mesh: AnyMesh) -> dict[str, str]:

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ._activations import named_activations
 from ._audit import structure_findings
 from ._batch import batch_layout
 from ._check import check
@@ -108,12 +109,12 @@ class Blueprint:
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         """Returns the state after one step, and the metrics; a pure function, to be jitted."""
-        with on_mesh(self.layout.mesh):
+        with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
             return self._step(state, batch)
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Returns the metrics of one batch, the model in evaluation mode; pure, to be jitted."""
-        with on_mesh(self.layout.mesh):
+        with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
             # The average is what one would deploy, so it is what is judged.
             model = {**state.model, **state.ema}
             loss, (metrics, _) = self._loss({}, model, batch, state.step, train=False)

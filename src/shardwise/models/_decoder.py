@@ -1,110 +1,65 @@
-"""A decoder: RMSNorm, rotary embeddings, grouped-query attention, a gated MLP."""
+"""A decoder: embedding, blocks of attention and a gated MLP or experts, head."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ._kernels import causal_attention, look_up, mean_nll
+from ._config import Config
+from ._experts import Experts
+from ._kernels import look_up, mean_nll
+from ._layers import Attention, Norm, gated, into
+from ._names import constrain, named
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
-    """The sizes of a decoder.
-
-    Attributes:
-        layers: how many blocks.
-        width: of the residual stream.
-        hidden: of the MLP.
-        heads: of queries.
-        vocab: how many tokens there are.
-        kv_heads: of keys and values; as many as of queries if None.
-        depth: of a head; `width // heads` if None.
-        tied: whether the head is the embedding.
-        rope_theta: the base of the rotary wavelengths.
-    """
-
-    layers: int
-    width: int
-    hidden: int
-    heads: int
-    vocab: int
-    kv_heads: int | None = None
-    depth: int | None = None
-    tied: bool = False
-    rope_theta: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        """Refuses sizes that make no decoder."""
-        if self.depth is None and self.width % self.heads:
-            raise ValueError(
-                f"width {self.width} is not a multiple of heads {self.heads}: give depth="
-            )
-        if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-
-
-class Norm(nnx.Module):
-    """RMSNorm, in float32 whatever comes in."""
-
-    def __init__(self, width: int):
-        """Makes the scale."""
-        self.scale = nnx.Param(jnp.ones(width))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns `x` at a mean square of 1, scaled."""
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
-        return (wide * self.scale[...].astype(jnp.float32)).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal attention with rotary positions."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        """Makes the four kernels."""
-        depth = config.depth or config.width // config.heads
-        into, kv_heads = nnx.initializers.normal(0.02), config.kv_heads or config.heads
-        self.q = nnx.Param(into(rngs.params(), (config.width, config.heads, depth)))
-        self.k = nnx.Param(into(rngs.params(), (config.width, kv_heads, depth)))
-        self.v = nnx.Param(into(rngs.params(), (config.width, kv_heads, depth)))
-        self.out = nnx.Param(into(rngs.params(), (config.heads, depth, config.width)))
-        self.theta = config.rope_theta
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns what is added to the residual stream."""
-        q, k, v = (jnp.einsum("bld,dnh->blnh", x, w[...]) for w in (self.q, self.k, self.v))
-        mixed = causal_attention(rotate(q, self.theta), rotate(k, self.theta), v)
-        return jnp.einsum("blnh,nhd->bld", mixed, self.out[...])
+# A stack's first dim has a name too.
+_STACKED = {nnx.PARTITION_NAME: "layers"}
 
 
 class Block(nnx.Module):
-    """Attention and a gated MLP, each added to the residual stream."""
+    """Attention and a gated MLP (or experts), each added to the residual stream."""
 
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+    def __init__(self, config: Config, *, local: bool = False, rngs: nnx.Rngs):
         """Makes the layers."""
-        into = nnx.initializers.normal(0.02)
-        self.norm1 = Norm(config.width)
-        self.attention = Attention(config, rngs=rngs)
-        self.norm2 = Norm(config.width)
-        # Gate and up side by side: one product, and a split over `hidden` splits both alike.
-        self.up = nnx.Param(into(rngs.params(), (config.width, 2, config.hidden)))
-        self.down = nnx.Param(into(rngs.params(), (config.hidden, config.width)))
+        width, hidden = config.width, config.hidden
+        self.norm1 = Norm(width, config)
+        self.attention = Attention(config, local=local, rngs=rngs)
+        self.post1 = Norm(width, config) if config.post_norms else None
+        self.norm2 = Norm(width, config)
+        self.post2 = Norm(width, config) if config.post_norms else None
+        self.activation = config.activation
+        self.experts = None if config.experts is None else Experts(config, rngs=rngs)
+        if config.experts is None:
+            # Gate and up side by side: one product, and a split over `hidden` splits both alike.
+            self.up = named(into(rngs.params(), (width, 2, hidden)), "embed", None, "mlp")
+            self.down = named(into(rngs.params(), (hidden, width)), "mlp", "embed")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the residual stream after this block."""
-        x = x + self.attention(self.norm1(x))
-        both = jnp.einsum("bld,dgf->blgf", self.norm2(x), self.up[...])
-        # Indexed, not split: the gradient of a split took 16 GiB more on an H200, and no less time.
-        gate, up = both[:, :, 0].astype(jnp.float32), both[:, :, 1].astype(jnp.float32)
-        return x + (nnx.silu(gate) * up).astype(x.dtype) @ self.down[...]
+        mixed = self.attention(self.norm1(x))
+        x = x + (mixed if self.post1 is None else self.post1(mixed))
+        fed = self.feed(self.norm2(x))
+        x = x + (fed if self.post2 is None else self.post2(fed))
+        return constrain(x, "batch", "length", "embed")
+
+    def feed(self, x: jax.Array) -> jax.Array:
+        """Returns what the MLP, or the experts, make of `x`."""
+        if self.experts is not None:
+            return self.experts(x)
+        both = jnp.einsum("bld,dgf->blgf", x, self.up[...])
+        hidden = gated(constrain(both, "batch", "length", None, "mlp"), self.activation)
+        return hidden @ self.down[...]
 
 
 class Decoder(nnx.Module):
     """Tokens to logits.
+
+    Unrolled, its blocks are `blocks.0`, `blocks.1`, …; scanned, `blocks.0` to
+    `blocks.{period - 1}` are stacks of every `period`-th block, and what is left over after
+    whole periods is in `rest`. Every dim of its parameters has a name (`vocab`, `embed`,
+    `heads`, `kv_heads`, `depth`, `mlp`, `experts`, `layers`), for `sw.layout(logical=…)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -117,20 +72,63 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         """Makes the layers."""
-        into = nnx.initializers.normal(0.02)
-        self.embed = nnx.Param(into(rngs.params(), (config.vocab, config.width)))
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = Norm(config.width)
+
+        def blocks(layers: Iterable[int], rngs: nnx.Rngs) -> nnx.List[Block]:
+            return nnx.List([Block(config, local=config.is_local(i), rngs=rngs) for i in layers])
+
+        self.embed = named(into(rngs.params(), (config.vocab, config.width)), "vocab", "embed")
+        self.scan = config.scan and config.layers >= config.period
+        if self.scan:
+            periods, left = divmod(config.layers, config.period)
+            stack = nnx.vmap(
+                lambda rngs: blocks(range(config.period), rngs), transform_metadata=_STACKED
+            )
+            self.blocks = nnx.split_rngs(splits=periods)(stack)(rngs)
+            self.rest = blocks(range(left), rngs)
+        else:
+            self.blocks, self.rest = blocks(range(config.layers), rngs), nnx.List([])
+        self.norm = Norm(config.width, config)
         shape = (config.width, config.vocab)
-        self.head = None if config.tied else nnx.Param(into(rngs.params(), shape))
+        self.head = None if config.tied else named(into(rngs.params(), shape), "embed", "vocab")
+        self.gain = config.width**0.5 if config.scale_embed else None
+        self.remat = config.remat
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits for every position."""
         table = self.embed[...]
         x = look_up(table, tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) @ (table.T if self.head is None else self.head[...])
+        # Held here, since a lookup in a split table would give up the split of the batch.
+        x = constrain(x, "batch", "length", "embed")
+        x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+        if self.scan:
+            x = _scanned(self._run(looped=True))(x, self.blocks)
+        run = self._run(looped=False)
+        for block in self.rest if self.scan else self.blocks:
+            x = run(block, x)
+        logits = self.norm(x) @ (table.T if self.head is None else self.head[...])
+        return constrain(logits, "batch", "length", "vocab")
+
+    def _run(self, *, looped: bool) -> Callable[[Block, jax.Array], jax.Array]:
+        """Returns how one block is called: with its rematerialisation, if any."""
+
+        def run(block: Block, x: jax.Array) -> jax.Array:
+            return block(x)
+
+        if self.remat is None:
+            return run
+        policy = getattr(jax.checkpoint_policies, self.remat)
+        # Within a loop the compiler cannot merge it with the forward pass anyway.
+        return nnx.remat(run, policy=policy, prevent_cse=not looped)
+
+
+def _scanned(run: Callable[[Block, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=_STACKED)
+    def scan(x: jax.Array, blocks: nnx.List[Block]) -> jax.Array:
+        for block in blocks:
+            x = run(block, x)
+        return x
+
+    return scan
 
 
 def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -150,14 +148,3 @@ def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
     targets = jnp.roll(tokens, -1, axis=1)
     counts = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1, tokens.shape)
     return mean_nll(model(tokens), targets, counts)
-
-
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Returns `x`, `[batch, length, heads, depth]`, with rotary positions."""
-    half = x.shape[-1] // 2
-    rates = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,25 +1,88 @@
-"""The best kernel of the device for each part of a decoder, chosen in one place."""
+"""The best kernel of the target for each part of a decoder, chosen in one place."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ._splash import splash_fits, split_splash
 
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Returns causal attention: cuDNN's on a GPU in 16 bits, XLA's elsewhere.
+
+def causal_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    """Returns causal attention: cuDNN's for a GPU in 16 bits, splash for a TPU, else XLA's.
 
     Args:
         q: queries, `[batch, length, heads, depth]`.
         k: keys, `[batch, length, kv_heads, depth]`; several heads of queries may share one.
         v: values, of the keys' shape.
+        scale: what queries are multiplied with; `depth ** -0.5` if None.
+        window: how many positions each one sees, its own included; all before it if None.
     """
-    cudnn = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
-    kernel = "cudnn" if cudnn else "xla"
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    window = None if window is None or window >= q.shape[1] else window
+    platform = target_platform()
+    if platform == "tpu" and splash_fits(q):
+        mixed = split_splash(q, k, v, scale=scale, window=window)
+        if mixed is not None:
+            return mixed
+    attend = functools.partial(
+        jax.nn.dot_product_attention,
+        is_causal=True,
+        scale=scale,
+        local_window_size=None if window is None else (window - 1, 0),
+    )
+    if platform in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16):
+        cudnn = functools.partial(attend, implementation="cudnn")
+        if _traces(cudnn, q, k, v):
+            return cudnn(q, k, v)
+    return attend(q, k, v, implementation="xla")
+
+
+def target_platform() -> str:
+    """Returns the platform that is traced for: of the mesh that is set, or else JAX's default.
+
+    The mesh knows best: its devices may be absent ones, which JAX only compiles for. A mesh of no
+    devices at all, for planning, has the platform `""`, so that plans are the same everywhere.
+
+    Example:
+        >>> import jax
+        >>> from shardwise.models._kernels import target_platform
+        >>> with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("data",))):
+        ...     target_platform()
+        ''
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.default_backend()
+    device = mesh.abstract_device
+    return "" if device is None else device.platform
+
+
+def _traces(attend: Callable[..., jax.Array], *args: jax.Array) -> bool:
+    """Returns whether JAX accepts these arguments, forward and backward."""
+
+    def both(*args: jax.Array) -> Any:
+        out, back = jax.vjp(attend, *args)
+        return back(out)
+
+    try:
+        jax.eval_shape(both, *args)
+    # No cuDNN is installed, which compiling for an absent GPU need not have; or it has no kernel
+    # of these sizes.
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -1,0 +1,124 @@
+"""Compiles one program for chips that are not here; run as a process of its own.
+
+    python _compile_worker.py REQUEST.json FOLDER
+
+A process, since the compilers read the environment, print to the terminal, take a lock, and end
+the process on inputs that they do not foresee. It imports JAX and nothing of Shardwise.
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # no accelerator is looked for
+    "TPU_SKIP_MDS_QUERY": "1",  # nor a metadata server
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process dies on the first one's lock
+}
+# Older XLA for TPUs gives up as soon as a program does not fit; with this it goes on, so that
+# one can say what takes the room.
+_GO_ON = {"xla_tpu_no_crash_on_oom": True}
+
+
+def main(request_path: str, folder: str) -> None:
+    """Writes `result.json`, and `hlo.txt` where there is a program."""
+    request = json.loads(Path(request_path).read_text())
+    result: dict[str, Any] = {}
+    try:
+        devices = arranged(topology_devices(request), request["mesh"])
+    except Exception as error:
+        result["topology_error"] = str(error)
+        _write(folder, result)
+        return
+    module = Path(request["module"]).read_bytes()
+    options = request["options"]
+    try:
+        done = compiled(module, devices, options)
+    except Exception as error:
+        result["error"] = str(error)
+        done = None
+        if request["platform"] == "tpu" and "RESOURCE_EXHAUSTED" in str(error):
+            _write(folder, result)  # in case that the next one ends the process
+            try:
+                done = compiled(module, devices, {**options, **_GO_ON})
+            except Exception as second:
+                result["second_error"] = str(second)
+    if done is not None:
+        stats = done.get_compiled_memory_stats()
+        names = [n for n in dir(stats) if n.endswith(("_in_bytes", "_bytes"))]
+        result["memory"] = {name: getattr(stats, name) for name in names}
+        (module_after,) = done.hlo_modules()
+        Path(folder, "hlo.txt").write_text(module_after.to_string())
+    _write(folder, result)
+
+
+def _write(folder: str, result: dict[str, Any]) -> None:
+    Path(folder, "result.json").write_text(json.dumps(result))
+
+
+def topology_devices(request: dict[str, Any]) -> list[Any]:
+    """Returns compile-only devices of the topology that is asked for."""
+    from jax.experimental import topologies
+
+    if request["platform"] == "tpu":
+        return list(
+            topologies.get_topology_desc(
+                request["topology"], platform="tpu", **request["topology_options"]
+            ).devices
+        )
+    config = request["target_config"]
+    while True:
+        try:
+            return list(
+                topologies.get_topology_desc(
+                    platform="cuda", target_config=config, topology=request["topology"]
+                ).devices
+            )
+        except Exception as error:
+            # A version that does not know a field is asked again without it.
+            unknown = re.search(r'has no field named "(\w+)"', str(error))
+            if unknown is None or not re.search(rf"^\s*{unknown[1]}: .*$", config, re.M):
+                raise
+            config = re.sub(rf"^\s*{unknown[1]}: .*$", "", config, flags=re.M)
+
+
+def arranged(devices: list[Any], shape: list[int]) -> list[Any]:
+    """Returns the devices in the order of the mesh that JAX would make of them."""
+    from jax.experimental import mesh_utils
+
+    try:
+        made = mesh_utils.create_device_mesh(shape, devices)
+    except NotImplementedError:
+        made = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    return list(made.flat)
+
+
+def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
+    """Returns the executable that the target's own compiler makes of a StableHLO module."""
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    order = np.array([[device.id for device in devices]])
+    given = compiler.get_compile_options(
+        num_replicas=1,
+        num_partitions=len(devices),
+        device_assignment=order,
+        env_options_overrides=options,
+    )
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        client = devices[0].client
+        return client.compile(parsed, xla_client.DeviceList(tuple(devices)), given)
+
+
+if __name__ == "__main__":
+    os.environ.update(_ENVIRONMENT)
+    main(*sys.argv[1:])

@@ -1,0 +1,107 @@
+"""Splash attention, the TPU's own, on every device's part of the batch and of the heads."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ._names import auto_mesh, axes_of
+
+# Lengths are cut into the largest of these that divides them.
+_BLOCKS = (512, 256, 128)
+
+
+def splash_fits(q: jax.Array) -> bool:
+    """Returns whether length and depth are of whole blocks."""
+    length, depth = q.shape[1], q.shape[3]
+    return length % _BLOCKS[-1] == 0 and depth % 64 == 0
+
+
+def splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns causal attention of whole arrays; see `causal_attention`.
+
+    Args:
+        q: queries, `[batch, length, heads, depth]`.
+        k: keys, `[batch, length, kv_heads, depth]`.
+        v: values, of the keys' shape.
+        scale: what queries are multiplied with.
+        window: how many positions each one sees; all before it if None.
+        interpret: whether Pallas interprets the kernel, as it can on any device.
+    """
+    # Imported here, since Pallas is slow to import and only a TPU needs it.
+    from jax.experimental.pallas.ops.tpu import splash_attention as sa
+
+    length, heads = q.shape[1:3]
+    shape = (length, length)
+    mask = sa.CausalMask(shape) if window is None else sa.LocalMask(shape, (window - 1, 0), 0)
+    block = next(size for size in _BLOCKS if length % size == 0)
+    sizes = sa.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+    kernel = sa.make_splash_mha(
+        mask=sa.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (scaled, k, v))
+    return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+
+
+def split_splash(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    scale: float,
+    window: int | None,
+    interpret: bool = False,
+) -> jax.Array | None:
+    """Returns `splash` of each device's part, or None where nothing says what that part is.
+
+    The compiler splits no Pallas kernel: the arrays would be gathered whole. So they are split
+    here, over the axes that the names `batch` and `heads` have.
+    """
+    attend = functools.partial(splash, scale=scale, window=window, interpret=interpret)
+    kinds = set(jax.sharding.get_abstract_mesh().axis_types)
+    mesh = auto_mesh()
+    if kinds <= {AxisType.Manual} or (mesh is not None and mesh.size == 1):
+        return attend(q, k, v)
+    if mesh is None:
+        return None
+    batch, _, heads, _ = axes_of(q.shape, ("batch", None, "heads", None), mesh)
+    if not batch and not heads:
+        return None
+    ways = math.prod(mesh.shape[axis] for axis in heads)
+    copies = ways // math.gcd(ways, k.shape[2])
+    if q.shape[2] % (k.shape[2] * copies):
+        return None
+    if copies > 1:  # fewer heads of keys than devices: neighbours hold the same one
+        k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
+    spec = P(batch or None, None, heads or None, None)
+    # No kernel of Pallas says over which axes its results vary.
+    return jax.shard_map(
+        attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+    )(q, k, v)
