@@ -7,6 +7,10 @@ from ._checkpoints import CheckpointError as CheckpointError
 from ._checkpoints import Checkpoints as Checkpoints
 from ._data import Data as Data
 from ._data import data as data
+from ._compile import compile as compile
+from ._compiled import Compiled as Compiled
+from ._compiled import load_compiled as load_compiled
+from ._compiler import CompileError as CompileError
 from ._diff import LayoutDiff as LayoutDiff
 from ._diff import diff as diff
 from ._distributed import distributed as distributed

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-
 GIB = 2**30
 
 

@@ -186,14 +186,18 @@ def parse_hlo(text: str) -> Module:
     computations: dict[str, list[Instruction]] = {}
     entry, table = "", ""
     current: list[Instruction] | None = None
-    for line in text.splitlines():
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
         if current is not None:
-            if line.startswith("}"):
+            # An attribute may hold lines of its own, such as a kernel's description.
+            last = number + 1 == len(lines) or not lines[number + 1]
+            if line.startswith("}") and last:
                 current = None
-            else:
-                made = _instruction(line)
-                if made is not None:
-                    current.append(made)
+            elif (made := _instruction(line)) is not None:
+                current.append(made)
+            elif current:
+                whole = current[-1]
+                current[-1] = dataclasses.replace(whole, rest=f"{whole.rest}\n{line}")
         elif line.rstrip().endswith("{") and not line.startswith("HloModule"):
             header = re.match(r"(ENTRY )?%?([\w.\-]+)", line)
             if header:

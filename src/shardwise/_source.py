@@ -15,6 +15,8 @@ _THEIRS = ("models", "examples")  # models that we ship are read as anybody's
 _LIBRARIES = tuple(
     {os.path.abspath(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib", "platlib")}
 )
+# Where the step begins.
+_EDGE = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
 # What transforms and control flow put around a scope.
 _WRAPPED = re.compile(r"^(?:jit|jvp|transpose|vmap|pmap|checkpoint|remat\d*|custom_\w+)\((.*)\)$")
 
@@ -69,9 +71,11 @@ def source_of(module: Module, instruction: Instruction, paths: Collection[str]) 
 
 def user_place(stack: list[tuple[str, int, str]]) -> str:
     """Returns `file.py:12` of the innermost frame that is the user's own, or nothing."""
-    for file, line, _ in stack:
+    for file, line, function in stack:
         if is_users(file):
             return f"{short_path(file)}:{line}"
+        if function in _EDGE and os.path.dirname(os.path.abspath(file)) == _HERE:
+            break  # what is further out only asked for the step
     return ""
 
 

@@ -21,10 +21,11 @@ from ._batch import batch_layout
 from ._check import check
 from ._findings import Findings
 from ._layout import Layout
-from ._mesh import AnyMesh
+from ._mesh import AnyMesh, target_of
 from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe, remat_policy
 from ._remat import remat_modules
+from ._scopes import scope_modules
 from ._state import Arrays, TrainState
 
 # Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
@@ -90,8 +91,20 @@ class Blueprint:
         """The options that XLA compiles the step with."""
         given = dict(self.recipe.compiler_options or {})
         mesh = self.layout.mesh
-        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else target_of(mesh)
+        platform = device.platform if device is not None else ""
         return {**_COMPILER_OPTIONS.get(platform, {}), **given}
+
+    def jitted(self) -> Any:
+        """Returns the step as `jax.jit` makes it, for running it and for compiling it alike."""
+        here = isinstance(self.layout.mesh, Mesh)
+        return jax.jit(
+            self.step,
+            in_shardings=(self.shardings, jax.tree.map(lambda leaf: leaf.sharding, self.batch)),
+            out_shardings=(self.shardings, NamedSharding(self.layout.mesh, P())),
+            donate_argnums=0,
+            compiler_options=(self.compiler_options or None) if here else None,
+        )
 
     def merge(self, arrays: Arrays) -> nnx.Module:
         """Returns the model that has these arrays."""
@@ -209,6 +222,7 @@ class Blueprint:
 
         def compute(arrays: Arrays, batch: Any, *keys: Any) -> Any:
             model = self.merge(arrays)
+            scope_modules(model)
             if not train:
                 model.eval()
             if isinstance(recipe.remat, Mapping) and train:

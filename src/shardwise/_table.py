@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -58,11 +58,26 @@ def fold_paths(paths: Sequence[tuple]) -> str:
     return f"{text} ×{len(paths)}"
 
 
-def text_table(header: Row, rows: Iterable[Row], caption: str, width: int | None = None) -> str:
-    """Returns rows as aligned plain text, wide enough that no cell is cut."""
-    table = Table(box=None, pad_edge=False, show_edge=False)
+def text_table(
+    header: Row,
+    rows: Iterable[Row],
+    caption: str = "",
+    width: int | None = None,
+    *,
+    right: Container[int] = range(4, 100),
+) -> str:
+    """Returns rows as aligned plain text, wide enough that no cell is cut.
+
+    Args:
+        header: the columns' titles; no line for them if all are empty.
+        rows: the cells.
+        caption: the last line.
+        width: of the text, or as wide as it needs.
+        right: the numbers of the columns that are set to the right.
+    """
+    table = Table(box=None, pad_edge=False, show_edge=False, show_header=any(header))
     for i, title in enumerate(header):
-        table.add_column(title, justify="right" if i >= 4 else "left", no_wrap=True)
+        table.add_column(title, justify="right" if i in right else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
@@ -76,7 +91,7 @@ def text_table(header: Row, rows: Iterable[Row], caption: str, width: int | None
         emoji=False,
     ).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    return "\n".join([*lines, caption])
+    return "\n".join([*lines, *([caption] if caption else [])])
 
 
 def html_table(header: Row, rows: Iterable[Row], caption: str) -> str:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ._batch import local_spans, require_batch
 from ._layout import Layout
@@ -85,14 +84,7 @@ class Step:
         require_devices(plan.layout)
         self.plan = plan
         self._put = Putter(plan)
-        replicated = NamedSharding(plan.layout.mesh, P())
-        self.jitted = jax.jit(
-            plan.step,
-            in_shardings=(plan.shardings, self._put.shardings),
-            out_shardings=(plan.shardings, replicated),
-            donate_argnums=0,
-            compiler_options=plan.compiler_options or None,
-        )
+        self.jitted = plan.jitted()
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """Returns the state after the step, and the metrics.

@@ -12,7 +12,7 @@ from ._config import Config
 from ._experts import Experts
 from ._kernels import look_up, mean_nll
 from ._layers import Attention, Norm, gated, into
-from ._names import constrain, named
+from ._names import constrain, gather, named
 
 # A stack's first dim has a name too.
 _STACKED = {nnx.PARTITION_NAME: "layers"}
@@ -96,7 +96,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits for every position."""
         table = self.embed[...]
-        x = look_up(table, tokens)
+        x = look_up(gather(table, None, "embed"), tokens)
         # Held here, since a lookup in a split table would give up the split of the batch.
         x = constrain(x, "batch", "length", "embed")
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)

@@ -54,6 +54,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*(a or P.UNCONSTRAINED for a in axes)))
 
 
+def gather(x: jax.Array, *names: str | None) -> jax.Array:
+    """Returns a parameter as activations meet it: dims whose name has no rule are whole.
+
+    What only stores a parameter in parts (FSDP) is undone; dims of no name are left to the
+    compiler. Without rules or without a mesh of Auto axes, nothing happens.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from shardwise.models._names import gather
+        >>> gather(jnp.ones((256, 32)), "vocab", "embed").shape
+        (256, 32)
+    """
+    mesh = auto_mesh()
+    if mesh is None or not flax_spmd.get_logical_axis_rules():
+        return x
+    axes = axes_of(x.shape, names, mesh)
+    left = P.UNCONSTRAINED
+    spec = (left if name is None else a or None for name, a in zip(names, axes, strict=True))
+    return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
 def auto_mesh() -> AbstractMesh | None:
     """Returns the mesh that is set, if the compiler alone decides on all its axes."""
     mesh = jax.sharding.get_abstract_mesh()

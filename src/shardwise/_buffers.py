@@ -1,0 +1,137 @@
+"""The large buffers of a compiled program: what is alive when its memory is fullest, and why.
+
+The compiler tells the size of all temporaries together. Which of them are alive at the peak is
+worked out here, from the order in which the program runs: a model of its buffers, labelled so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection
+
+from ._hlo import Instruction, Module
+from ._source import Source, source_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buffer:
+    """One temporary, or several alike.
+
+    Attributes:
+        shape: of the array on one device, such as `bf16[4,2048,8192]`.
+        bytes: of one.
+        count: how many alike are alive at the same time.
+        source: what made it.
+    """
+
+    shape: str
+    bytes: int
+    count: int
+    source: Source
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all of them."""
+        return self.bytes * self.count
+
+
+# Those that make no array of their own.
+_VIEWS = {
+    "parameter", "tuple", "get-tuple-element", "bitcast", "while", "optimization-barrier",
+    "after-all", "partition-id", "replica-id", "copy-done", "call", "conditional",
+}  # fmt: skip
+_Alive = tuple[int, tuple[tuple[str, str], ...]]
+
+
+def largest_buffers(module: Module, paths: Collection[str], most: int = 10) -> list[Buffer]:
+    """Returns the largest temporaries that are alive at the peak, the largest first."""
+    _, alive = _peak(module, module.entry, {})
+    root = module.computations[module.entry][-1]
+    results = set(root.operands) if root.opcode == "tuple" else {root.name}
+    counted: Counter[tuple[str, int, Source]] = Counter()
+    for computation, name in alive:
+        if computation == module.entry and name in results:
+            continue  # it is the result, not a temporary
+        instruction = module.by_name[computation][name]
+        shape = max(instruction.shapes, key=lambda s: s.nbytes)
+        counted[(str(shape), shape.nbytes, source_of(module, instruction, paths))] += 1
+    rows = [Buffer(shape, size, n, source) for (shape, size, source), n in counted.items()]
+    return sorted(rows, key=lambda row: -row.total_bytes)[:most]
+
+
+def _peak(module: Module, computation: str, known: dict[str, _Alive]) -> _Alive:
+    """Returns the largest sum of buffers alive at one time, and which they are."""
+    if computation in known:
+        return known[computation]
+    known[computation] = (0, ())
+    found = module.computations.get(computation, [])
+    own = module.by_name.get(computation, {})
+    made = {i.name: _made_bytes(module, i) for i in found}
+    below = _owners(found, own, made)
+    last = {}
+    for place, instruction in enumerate(found):
+        for name in instruction.operands:
+            for owner in below.get(name, ()):
+                last[owner] = place
+    if found:
+        for owner in below.get(found[-1].name, ()):
+            last[owner] = len(found)
+    ends: dict[int, list[str]] = {}
+    for name, place in last.items():
+        ends.setdefault(place, []).append(name)
+    alive: dict[str, int] = {}
+    now, best = 0, (0, ())
+    for place, instruction in enumerate(found):
+        if made[instruction.name]:
+            alive[instruction.name] = made[instruction.name]
+            now += made[instruction.name]
+        inner: _Alive = (0, ())
+        if instruction.opcode in ("while", "call", "conditional"):
+            bodies = [_peak(module, name, known) for name in instruction.called]
+            inner = max(bodies, key=lambda b: b[0], default=inner)
+        if now + inner[0] > best[0]:
+            best = (now + inner[0], (*((computation, n) for n in alive), *inner[1]))
+        for name in ends.get(place, ()):
+            now -= alive.pop(name, 0)
+    known[computation] = best
+    return best
+
+
+def _made_bytes(module: Module, instruction: Instruction) -> int:
+    if instruction.opcode in _VIEWS or instruction.opcode.endswith("-done"):
+        return 0
+    if instruction.opcode == "constant" or _in_place(module, instruction):
+        return 0
+    return sum(shape.nbytes for shape in instruction.shapes if shape.in_hbm)
+
+
+def _in_place(module: Module, instruction: Instruction) -> bool:
+    """Says whether it writes into one of its operands: an update of a slice, alone or fused."""
+    if instruction.opcode == "dynamic-update-slice":
+        return True
+    if instruction.opcode != "fusion" or not instruction.called:
+        return False
+    inside = module.computations.get(instruction.called[0], [])
+    return bool(inside) and inside[-1].opcode == "dynamic-update-slice"
+
+
+def _owners(
+    found: list[Instruction], own: dict[str, Instruction], made: dict[str, int]
+) -> dict[str, set[str]]:
+    """Returns for each name the instructions whose buffers it stands for."""
+    owners: dict[str, set[str]] = {}
+    for instruction in found:
+        if made[instruction.name]:
+            owners[instruction.name] = {instruction.name}
+            continue
+        passed: set[str] = set()
+        for name in instruction.operands:
+            passed |= owners.get(name, set())
+        if instruction.opcode == "get-tuple-element" and instruction.operands[0] in own:
+            whole = own[instruction.operands[0]]
+            index = int(instruction.rest.partition("index=")[2].split(",")[0] or 0)
+            if whole.opcode == "tuple" and index < len(whole.operands):
+                passed = owners.get(whole.operands[index], set())
+        owners[instruction.name] = passed
+    return owners

@@ -1,0 +1,278 @@
+"""Compiles a recipe's step, or a model's forward pass, for devices that are here or are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax._src.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._activations import named_activations
+from ._batch import data_axes
+from ._buffers import largest_buffers
+from ._check import check
+from ._compile_findings import Facts, compile_findings
+from ._compiled import Compiled, Memory
+from ._compiler import Program, compile_absent, compile_here
+from ._findings import Findings, LayoutError
+from ._flops import bytes_accessed, flops
+from ._hlo import parse_hlo
+from ._layout import Layout
+from ._mesh import AnyMesh, show_mesh, target_of
+from ._model import abstract_model, keyed_leaves, show_path
+from ._recipe import Recipe
+from ._scopes import module_paths, scope_modules
+from ._source import is_users
+from ._step import Blueprint, blueprint, on_mesh
+from ._traffic import collectives
+
+
+def compile(
+    recipe: Recipe | Callable[[], nnx.Module] | nnx.Module,
+    layout: Layout,
+    *,
+    inputs: Any = None,
+    show: bool = True,
+) -> Compiled:
+    """Returns what the real compiler of the layout's devices makes of a training step.
+
+    The step is that of `sw.train_step`. Devices that are not here, as in
+    `sw.mesh(…, on="v5p:4x8x8")` and `on="h100:8x8"`, need their compiler (`shardwise[tpu]`,
+    `shardwise[gpu]`) but no accelerator; such compilations are kept on disk.
+
+    Args:
+        recipe: the recipe; or a model, or the function that makes it, for the forward pass alone.
+        layout: its layout.
+        inputs: for a model: what it is called with, as `sw.layout` takes it; dim 0 of each array
+            is split over the data axes.
+        show: whether to say on the terminal that a compiler is at work.
+
+    Raises:
+        LayoutError: the layout has errors; nothing was compiled.
+        ValueError: the mesh has no devices to compile for, the compiler is not installed, the
+            topology is none, or the loss cannot be traced.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> compiled = sw.compile(recipe, layout)
+        >>> compiled.memory.parameters
+        16384
+        >>> [(row.kind, row.axes) for row in compiled.collectives]
+        [('all-reduce', ('data',))]
+    """
+    mesh = layout.mesh
+    if not isinstance(mesh, Mesh) and target_of(mesh) is None:
+        raise ValueError(
+            f"the mesh {show_mesh(mesh)} has no devices to compile for: make it with "
+            f"on='v5p:4x8x8', on='h100:8x8' or on='cpu:8'"
+        )
+    if isinstance(recipe, Recipe):
+        if inputs is not None:
+            raise ValueError("inputs are for a model alone: a recipe has its batch")
+        job = _training_job(recipe, layout)
+    else:
+        job = _forward_job(recipe, layout, inputs)
+    program = _compiled(job, mesh, show)
+    return _told(job, program, mesh)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Job:
+    """What is compiled: a jitted function with its abstract arguments, and what is known of it."""
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    layout: Layout
+    batch: Any
+    paths: tuple[str, ...]
+    parameters_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    accumulate: int = 1
+
+
+def _training_job(recipe: Recipe, layout: Layout) -> _Job:
+    plan: Blueprint = blueprint(recipe, layout)
+    batch = plan.batch
+    return _Job(
+        jitted=plan.jitted(),
+        arguments=(plan.abstract, batch),
+        options=plan.compiler_options,
+        layout=plan.layout,
+        batch=batch,
+        paths=tuple(module_paths(abstract_model(recipe.model).modules[()])),
+        parameters_bytes=_shard_bytes(plan.abstract.model),
+        optimizer_bytes=_shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
+        batch_bytes=_shard_bytes(batch),
+        accumulate=recipe.accumulate,
+    )
+
+
+class Forward:
+    """A model's forward pass as a pure function of its arrays and its inputs."""
+
+    def __init__(self, layout: Layout, graphdef: Any, args: Any):
+        """Keeps what the call needs; makes nothing."""
+        self.layout, self.graphdef, self.args = layout, graphdef, args
+
+    def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
+        """Returns what the model returns."""
+        flat = [arrays[leaf.path] for leaf in self.layout.leaves]
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
+        model.eval()
+        scope_modules(model)
+        with on_mesh(self.layout.mesh), named_activations(self.layout, inputs):
+            given, named = jax.tree.unflatten(self.args, inputs)
+            return model(*given, **named)
+
+
+def _forward_job(model: Any, layout: Layout, inputs: Any) -> _Job:
+    if not isinstance(layout, Layout):
+        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
+    if inputs is None:
+        raise ValueError(
+            "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
+            "or give a Recipe, for a training step"
+        )
+    check(layout).raise_if_errors()
+    abstract = abstract_model(model)
+    leaves = {leaf.keys: leaf for leaf in layout.leaves}
+    keyed = keyed_leaves(abstract.state)
+    missing = [show_path(keys) for keys, _ in keyed if keys not in leaves]
+    if missing:
+        raise ValueError(f"the layout is of another model: it has no {missing[0]}")
+    own = dataclasses.replace(
+        layout,
+        leaves=tuple(leaves[keys] for keys, _ in keyed),
+        treedef=jax.tree.structure(abstract.state),
+    )
+    args = (
+        (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+        if isinstance(inputs, dict) else ((inputs,), {})
+    )  # fmt: skip
+    flat, treedef = jax.tree.flatten(args)
+    placed = [_placed(x, own) for x in flat]
+    arrays = {
+        leaf.path: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(own.mesh, leaf.spec)
+        )
+        for leaf in own.leaves
+    }
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
+    return _Job(
+        jitted=jax.jit(Forward(own, abstract.graphdef, treedef).__call__, in_shardings=shardings),
+        arguments=(arrays, placed),
+        options={},
+        layout=own,
+        batch=placed,
+        paths=tuple(module_paths(abstract.modules[()])),
+        parameters_bytes=_shard_bytes(arrays),
+        optimizer_bytes=0,
+        batch_bytes=_shard_bytes(placed),
+    )
+
+
+def _placed(x: Any, layout: Layout) -> Any:
+    """Returns an input with its sharding: dim 0 over the data axes, where they divide it."""
+    axes = data_axes(layout)
+    ways = math.prod(layout.mesh.shape[axis] for axis in axes)
+    spec = P(axes) if x.shape and axes and x.shape[0] % ways == 0 else P()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
+
+
+def _shard_bytes(tree: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return total
+
+
+def _compiled(job: _Job, mesh: AnyMesh, show: bool) -> Program:
+    target = target_of(mesh)
+    try:
+        traced = job.jitted.trace(*job.arguments)
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
+    if target is None:
+        return compile_here(traced.lower())
+    platform = "cuda" if target.platform == "gpu" else target.platform
+    lowered = traced.lower(lowering_platforms=(platform,))
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    return compile_absent(module, target, mesh.shape, job.options, show=show)
+
+
+def user_traceback(error: BaseException) -> str:
+    """Returns a traceback cut to the user's own frames."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
+    text = "".join(lines).rstrip()
+    # JAX appends where its own frames can be found; they are not the user's.
+    return text.partition("\n--------------------")[0]
+
+
+def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
+    target = target_of(mesh)
+    if target is not None:
+        where, platform = str(target), target.platform
+        capacity: int | None = target.chip.capacity_bytes
+    else:
+        assert isinstance(mesh, Mesh)
+        device = mesh.devices.flat[0]
+        where, platform = device.device_kind, device.platform
+        limits = device.memory_stats() if platform != "cpu" else None
+        capacity = limits.get("bytes_limit") if limits else None
+    memory = _memory(job, program.stats, capacity) if program.stats else None
+    module = parse_hlo(program.hlo) if program.hlo else None
+    rows = collectives(module, dict(mesh.shape), job.paths) if module else []
+    buffers = largest_buffers(module, job.paths) if module else []
+    made = Compiled(
+        target=where,
+        platform=platform,
+        mesh=dict(mesh.shape),
+        memory=memory,
+        refused=program.refused,
+        collectives=tuple(rows),
+        buffers=tuple(buffers),
+        flops=flops(module) if module else 0,
+        bytes_accessed=bytes_accessed(module) if module else 0,
+        findings=Findings(()),
+        noise=program.noise,
+        seconds=program.seconds,
+        cached=program.cached,
+        hlo=program.hlo,
+    )
+    facts = Facts(job.layout, job.batch, job.accumulate, job.paths, module)
+    return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
+
+
+def _memory(job: _Job, stats: dict[str, int], capacity: int | None) -> Memory:
+    arguments = stats["argument_size_in_bytes"]
+    outputs = stats["output_size_in_bytes"]
+    aliased = stats["alias_size_in_bytes"]
+    temporaries = stats["temp_size_in_bytes"]
+    return Memory(
+        arguments=arguments,
+        outputs=outputs,
+        temporaries=temporaries,
+        aliased=aliased,
+        peak=arguments + outputs - aliased + temporaries,
+        capacity=capacity,
+        parameters=job.parameters_bytes,
+        optimizer=job.optimizer_bytes,
+        batch=job.batch_bytes,
+    )
