@@ -1,8 +1,10 @@
 import os
+import signal
 import sys
 
 import jax
 import pytest
+from jax._src import compilation_cache, compilation_cache_interface
 
 from shardwise import _cli
 
@@ -14,6 +16,47 @@ os.environ["XLA_FLAGS"] = (
 )
 # Before any backend starts: every test runs on eight virtual devices.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+class Compiled(compilation_cache_interface.CacheInterface):
+    """What was compiled in this process, so that no program is compiled twice by two tests.
+
+    JAX's own cache of files would be shared with processes that are killed while they write to it.
+    """
+
+    def __init__(self):
+        self.found = {}
+
+    def get(self, key):
+        return self.found.get(key)
+
+    def put(self, key, value):
+        self.found[key] = value
+
+
+compilation_cache._cache = Compiled()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+# A shell that starts the tests in the background has SIGINT ignored, and so would all processes
+# that they start: `shardwise launch` leaves it so, by intent, and forwards it no more.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# These take longest: they are begun first, so that no process has a long test left at the end.
+LONGEST = ("processes", "launch", "readme", "faults", "cli_run", "train", "fit", "properties")
+
+
+def pytest_collection_modifyitems(items):
+    ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Each process gets whole files, whose tests share what they compile, and helps at the end."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 @pytest.fixture

@@ -135,22 +135,12 @@ def test_launch_returns_the_status_of_its_processes():
     assert (done.returncode, done.stdout) == (3, "[0] 0\n")
 
 
-def test_demo_shows_a_whole_run(folder):
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise",
-        "demo",
-        "--steps",
-        "4",
-        "--checkpoints",
-        "runs/demo",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    titles = re.findall(r"^\d\. ([\w ]+):", done.stdout, re.MULTILINE)
+def test_demo_shows_a_whole_run(run):
+    status, out, err = run("demo", "--steps", "4", "--checkpoints", "runs/demo")
+    assert status in (None, 0), err
+    titles = re.findall(r"^\d\. ([\w ]+):", out, re.MULTILINE)
     assert titles == ["Lay out", "Check", "Initialise", "Train", "Restore", "Where it lies"]
-    assert "planned against live: no findings" in done.stdout
-    apart = float(re.search(r"further than (\S+) from", done.stdout)[1])
+    assert "planned against live: no findings" in out
+    apart = float(re.search(r"further than (\S+) from", out)[1])
     assert apart < 1e-5
-    assert "resumed after step 2" in done.stderr and "step 4/4" in done.stderr
+    assert "resumed after step 2" in err and "step 4/4" in err

@@ -26,7 +26,7 @@ OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
 
 
 def environment():
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     return kept | {"JAX_PLATFORMS": "cpu"}
 
 

@@ -391,5 +391,5 @@ mesh data=2,model=4 -> data=4
     real = old.on(sw.mesh("model=8", on="cpu:8"))
     assert real["kernel"].shard_shape == (8, 2) and real.mesh.devices.size == 8
     assert [f.code for f in sw.check(old.on(sw.mesh("model=3", on="none")))] == ["SW104"]
-    with pytest.raises(ValueError, match="^diff compares two layouts, got a Mesh: sw.load_layout "):
+    with pytest.raises(ValueError, match="^diff compares two layouts, or two compilations, got a "):
         sw.diff(old, real.mesh)

@@ -105,7 +105,7 @@ def one_leaf(draw, dtypes=DTYPES):
     return axes, shape, dtype, draw(specs(axes, len(shape)))
 
 
-@cases(1500)
+@cases(600)
 @given(one_leaf())
 @example(((("x", 2),), (0,), "bool", P("x")))
 @example(((("x", 2),), (), "int8", P(None)))
@@ -127,7 +127,7 @@ def test_sound_exactly_when_jax_places_it(case):
             assert layout.shardings["w0"].get_value().shard_shape(shape) == layout["w0"].shard_shape
 
 
-@cases(800)
+@cases(400)
 @given(one_leaf((*DTYPES * 4, *KEYS)))
 def test_shards_are_those_of_live_arrays(case):
     axes, shape, dtype, spec = case
@@ -162,7 +162,7 @@ def whole_layouts(draw, tame=True):
     return axes, arrays, rules
 
 
-@cases(300)
+@cases(150)
 @given(whole_layouts())
 def test_bytes_per_device_are_the_sum_over_live_arrays(case):
     axes, arrays, rules = case
@@ -185,7 +185,7 @@ def bare(leaf):
     return dataclasses.replace(leaf, trail=())
 
 
-@cases(200)
+@cases(100)
 @given(whole_layouts(tame=False))
 def test_lockfile_round_trip(tmp_path_factory, case):
     axes, arrays, rules = case
@@ -251,7 +251,7 @@ def path_matches(pattern, path):
     return path_matches(pattern[1:], path[1:])
 
 
-@cases(1000)
+@cases(400)
 @given(trees, patterns)
 @example({"a": {"b": None}}, "a.**.b")
 @example({"a.b": None, "a": {"b": None}}, "a.b")
@@ -266,7 +266,7 @@ def test_patterns_match_as_a_simple_matcher_does(tree, pattern):
     assert ("SW107" in {finding.code for finding in sw.check(layout)}) == (not wanted)
 
 
-@cases(300)
+@cases(150)
 @given(trees)
 def test_lockfile_keeps_every_path(tmp_path_factory, tree):
     path = tmp_path_factory.getbasetemp() / "paths.json"
@@ -285,7 +285,7 @@ topologies = st.lists(numbers, max_size=4).map("x".join)
 targets = st.none() | st.text(max_size=8) | chips | st.builds("{}:{}".format, chips, topologies)
 
 
-@cases(1500)
+@cases(800)
 @given(mesh_texts, targets, st.booleans() | st.text("ab", max_size=2))
 @example("a=-1", "cpu:0", False)
 @example("a=-1,b=-1", "none", True)
@@ -301,7 +301,7 @@ def test_mesh_raises_nothing_but_value_error(axes, on, explicit):
         assert sw.mesh(dict(mesh.shape), on, explicit=explicit) == mesh
 
 
-@cases(600)
+@cases(400)
 @given(one_leaf(("int8",)))
 @example(((("data", 2), ("model", 4)), (4, 6, 8), "int8", P(None, "model", "data")))
 @example(((("data", 2), ("model", 4)), (6, 8), "int8", P(("data", "model"))))

@@ -2,17 +2,20 @@
 
 from ._attention import sequence_parallel_attention as sequence_parallel_attention
 from ._audit import audit as audit
+from ._budget import BudgetExceeded as BudgetExceeded
+from ._budget import assert_budget as assert_budget
 from ._check import check as check
 from ._checkpoints import CheckpointError as CheckpointError
 from ._checkpoints import Checkpoints as Checkpoints
-from ._data import Data as Data
-from ._data import data as data
+from ._compare import CompiledDiff as CompiledDiff
+from ._compare import diff as diff
 from ._compile import compile as compile
 from ._compiled import Compiled as Compiled
 from ._compiled import load_compiled as load_compiled
 from ._compiler import CompileError as CompileError
+from ._data import Data as Data
+from ._data import data as data
 from ._diff import LayoutDiff as LayoutDiff
-from ._diff import diff as diff
 from ._distributed import distributed as distributed
 from ._events import Event as Event
 from ._events import Shards as Shards

@@ -10,6 +10,7 @@ import typer
 
 from ._layout import Layout, layout
 from ._mesh import mesh as make_mesh
+from ._named import is_named, named_recipe, parse_batch, with_batch
 from ._recipe import Recipe
 from ._rules_file import read_rules
 from ._target import load_target, parse_inputs
@@ -23,10 +24,15 @@ app = typer.Typer(
 )
 
 TARGETS = """TARGET is path/to/file.py:name or package.module:name: a function of no arguments
-that returns an nnx.Module, such a module, or a Recipe."""
+that returns an nnx.Module, such a module, or a Recipe; or a published shape: see shardwise models."""
 
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="file.py:name or module:name.")]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET", help="file.py:name, module:name, or a published shape such as llama3-8b."
+    ),
+]
 MeshOption = Annotated[
     str, typer.Option("--mesh", metavar="AXES", help="Axes and sizes, such as data=2,model=4.")
 ]
@@ -49,6 +55,14 @@ RulesOption = Annotated[
     str | None,
     typer.Option(
         "--rules", metavar="FILE", help="A TOML file of path patterns, logical names and strategy."
+    ),
+]
+BatchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch",
+        metavar="SIZES",
+        help="The batch's first dims, such as 256 or 256x4096 (sequences x tokens).",
     ),
 ]
 InputsOption = Annotated[
@@ -81,8 +95,10 @@ def lay_out(
     strategy: str | None,
     rules: str | None,
     inputs: str | None,
+    batch: str | None = None,
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
+    sizes = parse_batch(batch) if batch is not None else None
     # The mesh comes first: importing the target may start a backend with too few devices.
     made_mesh = make_mesh(mesh, on=None if on == "here" else on)
     shapes = parse_inputs(inputs) if inputs is not None else None
@@ -94,7 +110,16 @@ def lay_out(
     logical = file.logical if file is not None else None
     # What the user's own code prints must not stand in our output.
     with contextlib.redirect_stdout(sys.stderr):
-        found = load_target(target)
+        if is_named(target):
+            found: Any = named_recipe(target, sizes)
+            # Its model takes the batch as it is, so it can always be traced.
+            shapes = shapes or (found.batch,)
+        else:
+            found = load_target(target)
+            if sizes is not None:
+                if not isinstance(found, Recipe):
+                    raise ValueError(f"--batch is for a recipe: target {target!r} is none")
+                found = with_batch(found, sizes)
         model = found.model if isinstance(found, Recipe) else found
         try:
             made = layout(model, made_mesh, [*given, *names], logical=logical, inputs=shapes)

@@ -12,6 +12,7 @@ import typer
 from ._check import check as check_layout
 from ._cli_options import (
     TARGETS,
+    BatchOption,
     InputsOption,
     MeshOption,
     OnOption,
@@ -21,12 +22,15 @@ from ._cli_options import (
     app,
     lay_out,
 )
+from ._compile import compile as compile_step
+from ._compiled import Compiled
 from ._findings import Findings
 from ._layout import Layout
 from ._mesh import show_mesh
 from ._recipe import Recipe
 from ._spec import show_spec
 from ._table import show_bytes
+from ._target import parse_inputs
 
 
 class PlanFormat(enum.StrEnum):
@@ -71,6 +75,10 @@ def plan(
     strategy: StrategyOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
+    batch: BatchOption = None,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile it too: see shardwise compile.")
+    ] = False,
     save: Annotated[
         str | None, typer.Option("--save", metavar="FILE", help="Write the layout as a lockfile.")
     ] = None,
@@ -83,8 +91,9 @@ def plan(
     ] = PlanFormat.text,
 ) -> None:
     """Lays a model out and shows it."""
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch)
     findings = check_layout(made)
+    compiled = _compile(found, made, inputs) if compile else None
     optimizer = (
         made.for_optimizer(found.optimizer, wrt=found.wrt) if isinstance(found, Recipe) else None
     )
@@ -94,7 +103,10 @@ def plan(
         except KeyError as error:
             raise ValueError(error.args[0]) from error
     elif format is PlanFormat.json:
-        typer.echo(json.dumps(_plan_json(made, optimizer, findings), indent=2))
+        plan_json = _plan_json(made, optimizer, findings)
+        if compiled is not None:
+            plan_json["compiled"] = compiled.to_dict()
+        typer.echo(json.dumps(plan_json, indent=2))
     else:
         typer.echo(str(made))
         if optimizer is not None:
@@ -103,10 +115,13 @@ def plan(
                 f"{show_bytes(optimizer.total_bytes)} on each device (exact)"
             )
         typer.echo(str(findings) if findings else findings.summary)
+        if compiled is not None:
+            typer.echo(f"\n{compiled}")
     if save is not None:
         made.save(save)
         typer.echo(f"saved {save}", err=True)
-    raise typer.Exit(1 if findings.errors else 0)
+    unfit = compiled is not None and compiled.fits is False
+    raise typer.Exit(1 if findings.errors or unfit else 0)
 
 
 @app.command(
@@ -158,6 +173,12 @@ def check(
         case CheckFormat.text:
             typer.echo(str(findings))
     raise typer.Exit(1 if findings else 0)
+
+
+def _compile(found: Any, made: Layout, inputs: str | None) -> Compiled:
+    if isinstance(found, Recipe):
+        return compile_step(found, made)
+    return compile_step(found, made, inputs=parse_inputs(inputs) if inputs else None)
 
 
 def _parse_allow(given: list[str]) -> dict[str, list[str]]:

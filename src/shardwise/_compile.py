@@ -236,7 +236,7 @@ def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
         where, platform = device.device_kind, device.platform
         limits = device.memory_stats() if platform != "cpu" else None
         capacity = limits.get("bytes_limit") if limits else None
-    memory = _memory(job, program.stats, capacity) if program.stats else None
+    memory = _memory(job, program.stats, capacity, platform) if program.stats else None
     module = parse_hlo(program.hlo) if program.hlo else None
     rows = collectives(module, dict(mesh.shape), job.paths) if module else []
     buffers = largest_buffers(module, job.paths) if module else []
@@ -260,11 +260,15 @@ def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
     return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
 
 
-def _memory(job: _Job, stats: dict[str, int], capacity: int | None) -> Memory:
+def _memory(job: _Job, stats: dict[str, int], capacity: int | None, target_platform: str) -> Memory:
     arguments = stats["argument_size_in_bytes"]
     outputs = stats["output_size_in_bytes"]
     aliased = stats["alias_size_in_bytes"]
     temporaries = stats["temp_size_in_bytes"]
+    if target_platform == "tpu":
+        # Its own peak, and the code that lies beside it; older versions say 0 for temporaries.
+        whole = stats.get("peak_memory_in_bytes", 0) + stats.get("generated_code_size_in_bytes", 0)
+        temporaries = max(temporaries, whole - arguments - outputs + aliased)
     return Memory(
         arguments=arguments,
         outputs=outputs,

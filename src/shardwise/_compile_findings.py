@@ -156,22 +156,29 @@ class _Span:
     rows: int
     columns: int | None
     axes: tuple[str, ...]
-    unlike_any_other: bool
+    sizes: frozenset[int]  # of the model's leaves, whole and in shards
 
     def in_whole(self, dims: tuple[int, ...]) -> bool:
         if len(dims) < 2:
             return False
-        if self.columns is not None:
-            pairs = zip(dims, dims[1:], strict=False)
-            if (self.rows, self.columns) in pairs or self.rows * self.columns in dims:
-                return True
-            return False
-        return self.unlike_any_other and self.rows in dims[:2]
+        if self.columns is None:
+            return self.rows not in self.sizes and self.rows in dims[:2]
+        features = [d for d in dims if d in self.sizes and d not in (self.rows, self.columns)]
+        if not features:
+            return False  # scores of a few sequences, say: their heads may look like rows
+        tokens = self.rows * self.columns
+        flat = tokens in dims and tokens not in self.sizes
+        return flat or (self.rows, self.columns) in zip(dims, dims[1:], strict=False)
 
 
 def _batch_spans(facts: Facts) -> Iterator[_Span]:
     mesh = facts.layout.mesh
-    sizes = {size for leaf in facts.layout.leaves for size in (*leaf.shape, *leaf.shard_shape)}
+    sizes = frozenset(
+        size
+        for leaf in facts.layout.leaves
+        for size in (*leaf.shape, *leaf.shard_shape)
+        if size > 1
+    )
     for leaf in jax.tree.leaves(facts.batch):
         if not leaf.shape:
             continue
@@ -184,7 +191,7 @@ def _batch_spans(facts: Facts) -> Iterator[_Span]:
             continue
         tokens = len(leaf.shape) == 2 and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
         columns = leaf.shape[1] if tokens and leaf.shape[1] > 1 else None
-        yield _Span(rows, columns, axes, rows not in sizes)
+        yield _Span(rows, columns, axes, sizes)
 
 
 def _materialised(module: Module) -> Iterator[tuple[str, Instruction]]:

@@ -52,24 +52,8 @@ def _show(layout: Layout) -> str:
     return show_mesh(layout.mesh) + (f" ({others})" if others else "")
 
 
-def diff(old: Layout, new: Layout) -> LayoutDiff:
-    """Returns what differs between two layouts.
-
-    Example:
-        >>> import shardwise as sw
-        >>> from flax import nnx
-        >>> make = lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0))
-        >>> mesh = sw.mesh("data=8", on="none")
-        >>> print(sw.diff(sw.layout(make, mesh, "dp"), sw.layout(make, mesh, "fsdp")))
-        ~ kernel  float32[1024,4096] P() -> float32[1024,4096] P(None, 'data')
-        16.0 MiB -> 2.0 MiB on each device (-14.0 MiB, exact)
-    """
-    for layout in (old, new):
-        if not isinstance(layout, Layout):
-            raise ValueError(
-                f"diff compares two layouts, got a {type(layout).__name__}: "
-                f"sw.load_layout reads one from a lockfile"
-            )
+def diff_layouts(old: Layout, new: Layout) -> LayoutDiff:
+    """Returns what differs between two layouts."""
     before = {leaf.path: leaf for leaf in old.leaves}
     after = {leaf.path: leaf for leaf in new.leaves}
     changed = {}

@@ -12,6 +12,10 @@ import numpy as np
 from ._hlo import Instruction, Module, Shape
 
 _GEMM = re.compile(r'custom_call_target="__cublas\$(?:lt\$matmul|gemm)(?:\$f8)?"')
+_SPLASH = re.compile(r"splash_\w*?_(fwd|dq|dkv)")
+# The products of each of its kernels: scores and values forward; scores, gradients of the
+# probabilities and of one or two operands backward.
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _FMHA = re.compile(r'custom_call_target="__cudnn\$fmha(\w*)"')
 
 
@@ -81,6 +85,11 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int:
     declared = re.search(r'"cost_estimate":\s*(\{[^}]*\})', instruction.rest)
     if declared:
         return int(json.loads(declared[1]).get("flops", 0))
+    splash = _SPLASH.search(instruction.op_name)
+    if splash:
+        q, k = [shape for shape in shapes if len(shape.dims) >= 3][:2]
+        # Causal: half of the scores are computed.
+        return 2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] // 2
     fmha = _FMHA.search(instruction.rest)
     if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
         # Two products forward, five backward, of which a causal mask leaves half.

@@ -28,6 +28,9 @@ from shardwise._step import blueprint
 
 SHAPE = (256, 512)
 directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+# All children compile the same. None is killed before it has: no file of this cache is torn.
+jax.config.update("jax_compilation_cache_dir", f"{directory}-compiled")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 class Two(nnx.Module):

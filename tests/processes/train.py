@@ -44,6 +44,7 @@ for step in range(options.until):
     if step == 5 and options.fail == here.index:
         raise ValueError("this process has an error of its own")
     if step == 5 and options.leave == here.index:
+        print("leaves")
         raise SystemExit(3)
     with contextlib.nullcontext() if options.plain else naming_lost_process(f"step {step}"):
         result = total(x).block_until_ready()

@@ -1,0 +1,127 @@
+"""Mixtures of experts: tokens travel, experts stay, and the answers are those of one device."""
+
+import collections
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import shardwise as sw
+from shardwise import models
+from shardwise.models._experts import Experts
+from shardwise.models._layers import gated
+
+BATCH, LENGTH = 16, 8
+CONFIG = models.Config(
+    layers=1, width=16, hidden=24, heads=4, kv_heads=2, vocab=64, experts=8, tied=True
+)
+TOKENS = np.random.default_rng(0).integers(0, 64, (BATCH, LENGTH)).astype("int32")
+CONFIGS = {
+    "all": CONFIG,
+    "capacity": dataclasses.replace(CONFIG, capacity=1.0),
+    "scanned": dataclasses.replace(CONFIG, layers=2, scan=True, remat="nothing_saveable"),
+}
+EXPERT = {"experts": "expert"}
+# Each: the mesh, the rules, the names, the spec of the batch.
+MESHES = {
+    "one": ("data=1", "dp", None, None),
+    "expert": ("data=2,expert=4", None, EXPERT, P(("data", "expert"))),
+    "expert-whole-batch": ("data=2,expert=4", None, EXPERT, None),
+    "expert+fsdp": ("data=2,expert=4", sw.fsdp("data", min_bytes=0), EXPERT, None),
+    "expert-on-data": ("data=8", None, {"experts": "data"}, None),
+    "expert+tensor": ("expert=4,model=2", None, {**EXPERT, "mlp": "model"}, P("expert")),
+    "tensor": ("data=4,model=2", None, {"mlp": "model", "heads": "model"}, None),
+}
+
+
+def mixed(experts, x):
+    """Returns what the experts say, every one asked about every token."""
+    scores = x @ experts.router[...]
+    best, ids = jax.lax.top_k(scores, experts.chosen)
+    shares = jax.nn.softmax(best)
+    both = jnp.einsum("bld,edgf->blegf", x, experts.up[...])
+    answers = jnp.einsum("blef,efd->bled", gated(both, "silu"), experts.down[...])
+    weights = (jax.nn.one_hot(ids, scores.shape[-1]) * shares[..., None]).sum(-2)
+    return jnp.einsum("bled,ble->bld", answers, weights)
+
+
+def test_experts_are_asked_as_the_router_says():
+    x = jax.random.normal(jax.random.key(0), (4, LENGTH, 16))
+    experts = Experts(CONFIG, rngs=nnx.Rngs(1))
+    np.testing.assert_allclose(experts(x), mixed(experts, x), rtol=1e-4, atol=1e-6)
+    roomy = Experts(dataclasses.replace(CONFIG, capacity=4.0), rngs=nnx.Rngs(1))
+    np.testing.assert_allclose(roomy(x), experts(x), rtol=1e-4, atol=1e-6)
+
+    def total(ask):
+        return nnx.grad(lambda e: (ask(e, x) ** 2).sum())(experts)
+
+    got, want = total(lambda e, x: e(x)), total(mixed)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_first_choices_and_earlier_tokens_come_first():
+    """One place for each expert: of the tokens that want the same two, only the first is heard."""
+    config = dataclasses.replace(CONFIG, capacity=0.5)  # 0.5 * 8 tokens * 2 / 8 experts = 1 place
+    experts = Experts(config, rngs=nnx.Rngs(1))
+    token = jax.random.normal(jax.random.key(0), (16,))
+    x = jnp.broadcast_to(token, (1, LENGTH, 16))
+    out = np.asarray(experts(x))
+    np.testing.assert_allclose(out[0, 0], mixed(experts, x)[0, 0], rtol=1e-4, atol=1e-6)
+    assert np.abs(out[0, 0]).max() > 0 and not out[0, 1:].any()
+
+
+@functools.cache
+def stepped(name, where):
+    """Returns the loss, the parameters after one step, and the compiled text of the step."""
+    config, (axes, rules, logical, spec) = CONFIGS[name], MESHES[where]
+    recipe = sw.Recipe(
+        model=lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
+        loss=models.next_token_loss,
+        optimizer=optax.sgd(1.0),
+        batch=jax.ShapeDtypeStruct((BATCH, LENGTH), "int32"),
+        batch_spec=spec,
+    )
+    mesh = sw.mesh(axes, on="cpu:1" if where == "one" else "cpu:8")
+    layout = sw.layout(recipe.model, mesh, rules, logical=logical)
+    step, state = sw.train_step(recipe, layout), sw.train_state(recipe, layout)
+    compiled = step.jitted.lower(step.plan.abstract, step.plan.batch).compile()
+    state, metrics = step(state, TOKENS)
+    return float(metrics["loss"]), jax.tree.map(np.asarray, state.model), compiled.as_text()
+
+
+CASES = [
+    *(("all", where) for where in list(MESHES)[1:]),
+    ("capacity", "expert"),
+    ("capacity", "expert+tensor"),
+    ("scanned", "expert"),
+]
+
+
+@pytest.mark.parametrize(("name", "where"), CASES, ids=["-".join(c) for c in CASES])
+def test_a_step_on_a_mesh_is_that_of_one_device(name, where):
+    loss, after, text = stepped(name, where)
+    want, wanted, _ = stepped(name, "one")
+    np.testing.assert_allclose(loss, want, rtol=2e-5)
+    for path, value in wanted.items():
+        # A step of length 1 along the gradient, so that this compares gradients.
+        np.testing.assert_allclose(after[path], value, rtol=2e-5, atol=2e-6, err_msg=path)
+    counts = collections.Counter(
+        re.findall(r" (all-gather|all-to-all|all-reduce)(?:-start)?\(", text)
+    )
+    if "expert" in where:
+        # There and back, forward and backward; remat goes forward twice.
+        loops = 6 if name == "scanned" else 4
+        assert counts["all-to-all"] == loops
+    if "fsdp" not in where:
+        assert not counts["all-gather"]  # no expert's weights are gathered
+    else:  # over data alone: what is gathered is of the two experts that a device has
+        gathered = re.findall(r"= f32\[(\d+),[^\]]*\]\S* all-gather\(", text)
+        assert not re.search(r"= f32\[8,(?:16,2,24|24,16)\]\S* all-gather", text) and gathered

@@ -1,0 +1,480 @@
+"""Decoders: published sizes, scanned against unrolled, names against strategies, kernels."""
+
+import dataclasses
+import doctest
+import functools
+import importlib
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import spmd
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import shardwise as sw
+from shardwise import models
+from shardwise._activations import activation_rules, named_activations
+from shardwise._step import blueprint
+from shardwise.models import _kernels, _names, _splash
+
+BATCH, LENGTH = 64, 24
+SMALL = models.Config(layers=2, width=64, hidden=96, heads=8, kv_heads=4, vocab=128)
+# Every choice that gemma-3 makes, and two blocks left over after two periods of three.
+GEMMA = models.Config(
+    layers=8,
+    width=16,
+    hidden=24,
+    heads=4,
+    kv_heads=2,
+    vocab=32,
+    tied=True,
+    rope_theta=1e6,
+    rope_scale=8.0,
+    window=3,
+    period=3,
+    local_theta=1e4,
+    query_scale=0.3,
+    qk_norm=True,
+    post_norms=True,
+    offset_norms=True,
+    scale_embed=True,
+    activation="gelu",
+)
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 8)).astype("int32")
+
+
+def make(config, seed=0):
+    return lambda: models.Decoder(config, rngs=nnx.Rngs(seed))
+
+
+# As the model cards and the published checkpoints count.
+PUBLISHED = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma3-1b": 999_885_952,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+def arithmetic(c):
+    """Returns the number of parameters, from what the architecture's papers say."""
+    attention = c.width * c.depth * (2 * c.heads + 2 * c.kv_heads) + 2 * c.depth
+    norms = 4 * c.width
+    block = attention + norms + 3 * c.width * c.hidden
+    return c.layers * block + c.vocab * c.width + c.width
+
+
+@pytest.mark.parametrize("name", models.CONFIGS)
+def test_published_decoders_have_their_published_sizes(name):
+    config = models.CONFIGS[name]
+    state = nnx.state(nnx.eval_shape(make(config)))
+    count = sum(int(np.prod(x.shape, dtype="int64")) for x in jax.tree.leaves(state))
+    assert count == PUBLISHED.get(name, arithmetic(config))
+    assert config.scan and len(jax.tree.leaves(state)) < 140
+
+
+def test_the_arithmetic_is_that_of_the_published_one():
+    config = models.CONFIGS["gemma3-1b"]
+    assert arithmetic(config) == PUBLISHED["gemma3-1b"]
+    assert [config.is_local(i) for i in range(7)] == [True] * 5 + [False, True]
+
+
+REFUSED = {
+    "heads": ({"width": 65}, "width 65 is not a multiple of heads 8: give depth="),
+    "kv-heads": ({"kv_heads": 3}, "heads 8 is not a multiple of kv_heads 3"),
+    "odd": ({"depth": 7}, "depth 7 is odd"),
+    "window": ({"window": 4}, "period 1 and window 4 do not go together"),
+    "period": ({"period": 4}, "period 4 and window None do not go together"),
+    "no-window": ({"window": 0, "period": 2}, "window 0 lets a position not even see itself"),
+    "activation": ({"activation": "relu"}, "activation 'relu' is not known: use silu or gelu"),
+    "chosen": ({"experts": 2, "chosen": 3}, "chosen 3 of 2 experts: choose 1 to all"),
+    "capacity": ({"capacity": 1.0}, "capacity 1.0 with experts None"),
+    "remat": ({"remat": "some"}, "remat 'some' is no policy of jax.checkpoint_policies"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_configs_that_make_no_decoder_are_refused(case):
+    change, words = REFUSED[case]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize("module", ["_config", "_decoder", "_experts", "_kernels", "_names"])
+def test_examples_run(module):
+    found = doctest.testmod(importlib.import_module(f"shardwise.models.{module}"))
+    assert found.failed == 0 and found.attempted
+    found = doctest.testmod(importlib.import_module("shardwise._activations"))
+    assert found.failed == 0 and found.attempted
+
+
+def unrolled(model, config):
+    """Returns an unrolled decoder with the weights of a scanned one."""
+    plain = models.Decoder(dataclasses.replace(config, scan=False, remat=None), rngs=nnx.Rngs(1))
+    weights = {}
+    whole = config.layers // config.period
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        value = variable.get_value()
+        if path[0] == "blocks":
+            weights |= {
+                ("blocks", path[1] + i * config.period, *path[2:]): value[i] for i in range(whole)
+            }
+        elif path[0] == "rest":
+            weights["blocks", path[1] + whole * config.period, *path[2:]] = value
+        else:
+            weights[path] = value
+    for path, variable in nnx.to_flat_state(nnx.state(plain)):
+        variable.set_value(weights.pop(path))
+    assert not weights
+    return plain
+
+
+SCANNED = {
+    "plain": dataclasses.replace(SMALL, vocab=32),
+    "gemma": GEMMA,
+    "remat": dataclasses.replace(GEMMA, remat="nothing_saveable"),
+    "experts": dataclasses.replace(SMALL, vocab=32, experts=4, remat="dots_saveable"),
+}
+
+
+@pytest.mark.parametrize("case", SCANNED)
+def test_scanned_and_unrolled_are_the_same(case):
+    config = dataclasses.replace(SCANNED[case], scan=True)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    plain = unrolled(model, config)
+    differentiate = nnx.jit(nnx.value_and_grad(models.next_token_loss))
+    (loss, grads), (want, wanted) = differentiate(model, TOKENS), differentiate(plain, TOKENS)
+    np.testing.assert_allclose(loss, want, rtol=1e-6)
+    np.testing.assert_allclose(grads["embed"][...], wanted["embed"][...], rtol=1e-4, atol=1e-7)
+    logits = nnx.jit(lambda m, x: m(x))
+    np.testing.assert_allclose(logits(model, TOKENS), logits(plain, TOKENS), rtol=1e-4, atol=1e-5)
+
+
+def test_remat_keeps_less():
+    """A block's inner activations are stored without remat, and not with it."""
+    shapes = {}
+    for remat in (None, "nothing_saveable"):
+        config = dataclasses.replace(SMALL, remat=remat, scan=True)
+        model = models.Decoder(config, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split(model)
+        jaxpr = jax.make_jaxpr(
+            lambda s: jax.vjp(lambda s: nnx.merge(graphdef, s)(TOKENS), s)[1](jnp.ones((2, 8, 128)))
+        )(state)
+        shapes[remat] = f"f32[2,2,8,2,{config.hidden}]" in str(jaxpr)
+    assert shapes == {None: True, "nothing_saveable": False}
+
+
+def test_local_layers_see_their_window_and_no_layer_the_future():
+    config = dataclasses.replace(GEMMA, layers=2, period=3, scan=True)  # both local, not scanned
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    assert not model.scan and len(model.blocks) == 2
+    logits = jax.jit(lambda x: model(x))
+    want = np.asarray(logits(TOKENS))
+    # Two layers of a window of three: a position sees itself and four before it.
+    for changed, seen in ((0, range(0, 5)), (3, range(3, 8)), (7, (7,))):
+        other = TOKENS.copy()
+        other[:, changed] = (other[:, changed] + 1) % 32
+        moved = np.abs(np.asarray(logits(other)) - want).max((0, 2)) > 1e-6
+        assert np.flatnonzero(moved).tolist() == list(seen)
+
+
+def test_scaled_positions_are_positions_divided():
+    x = jax.random.normal(jax.random.key(0), (1, 17, 1, 8))
+    from shardwise.models._layers import rotate
+
+    np.testing.assert_allclose(
+        rotate(jnp.broadcast_to(x[:, :1], x.shape), 1e4, 8.0)[:, ::8],
+        rotate(jnp.broadcast_to(x[:, :1], (1, 3, 1, 8)), 1e4),
+        atol=1e-5,
+    )
+
+
+# Names.
+
+
+def bare(config):
+    """Returns a factory of the same decoder without any name."""
+
+    def build():
+        model = make(config)()
+        for _, node in nnx.iter_graph(model):
+            if isinstance(node, nnx.Variable):
+                node.del_metadata("out_sharding")
+                node.del_metadata("sharding_rules")
+        return model
+
+    return build
+
+
+STRATEGIES = {
+    "none": ("data=8", None),
+    "fsdp": ("data=8", [sw.fsdp("data", min_bytes=0)]),
+    "fsdp+tensor": ("data=2,model=4", [sw.tensor("model"), sw.fsdp("data", min_bytes=0)]),
+    "patterns": ("data=2,model=4", {"**.q": P(None, "model")}),
+}
+INPUTS = jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
+
+
+@pytest.mark.parametrize("case", STRATEGIES)
+def test_names_change_no_strategy(case):
+    axes, rules = STRATEGIES[case]
+    mesh = sw.mesh(axes, on="none")
+    for config in (SMALL, dataclasses.replace(SMALL, scan=True)):
+        named, plain = (
+            sw.layout(m, mesh, rules, inputs=INPUTS) for m in (make(config), bare(config))
+        )
+        assert [(a.path, a.shard_shape) for a in named.leaves] == [
+            (b.path, b.shard_shape) for b in plain.leaves
+        ]
+        codes = [[(f.code, f.path) for f in sw.check(x)] for x in (named, plain)]
+        assert codes[0] == codes[1]
+    assert case == "none" or any(leaf.copies < 8 for leaf in named.leaves)
+
+
+LOGICAL = {
+    "embed": "data",
+    "heads": "model",
+    "kv_heads": "model",
+    "mlp": "model",
+    "vocab": "model",
+    "layers": None,
+}
+
+
+def test_a_layout_by_names_alone():
+    config = dataclasses.replace(SMALL, scan=True, experts=4)
+    mesh = sw.mesh("data=2,model=4", on="none")
+    layout = sw.layout(make(config), mesh, logical={**LOGICAL, "experts": "data", "embed": None})
+    assert layout["blocks.0.experts.up"].spec == P(None, "data", None, None, "model")
+    layout = sw.layout(make(dataclasses.replace(SMALL, scan=True)), mesh, logical=LOGICAL)
+    assert layout["blocks.0.attention.q"].spec == P(None, "data", "model", None)
+    assert layout["embed"].spec == P("model", "data")
+    assert layout["norm.scale"].spec == P("data")
+    assert not sw.check(layout).errors
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_decoders_are_made_with_and_without_a_mesh(eager):
+    with nnx.use_eager_sharding(eager):
+        for config in (SMALL, dataclasses.replace(SMALL, scan=True)):
+            free = nnx.state(make(config)())
+            with jax.set_mesh(sw.mesh("data=8", on="cpu:8")):
+                held = nnx.state(make(config)())
+            assert jax.tree.structure(free) == jax.tree.structure(held)
+            assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(held))
+
+
+# Activations.
+
+
+RULES = {
+    "dp": ("data=8", "dp", None, {"batch": ("data",)}),
+    "fsdp": ("data=8", [sw.fsdp("data", min_bytes=0)], None, {"batch": ("data",)}),
+    "names": (
+        "data=2,model=4",
+        None,
+        LOGICAL,
+        {"batch": ("data",), **{n: ("model",) for n, a in LOGICAL.items() if a == "model"}},
+    ),
+    "differ": (
+        "data=2,model=4",
+        {"**.q": P(None, "model"), "**.up": P(None, None, "model"), "**.down": P("model")},
+        None,
+        {"batch": ("data",), "mlp": ("model",)},  # the output's heads are whole
+    ),
+    "experts": ("data=2,expert=4", None, {"experts": "expert"}, None),
+    "experts-data": ("data=4,model=2", None, {"experts": "data"}, None),
+}
+
+
+@pytest.mark.parametrize("case", RULES)
+def test_activation_rules(case):
+    axes, rules, logical, want = RULES[case]
+    config = dataclasses.replace(SMALL, experts=4) if case.startswith("experts") else SMALL
+    layout = sw.layout(make(config), sw.mesh(axes, on="none"), rules, logical=logical)
+    if case == "experts":
+        want = {"batch": ("data", "expert"), "experts": ("expert",)}
+    if case == "experts-data":
+        want = {"batch": ("data",), "experts": ("data",)}
+    assert dict(activation_rules(layout)) == want
+
+
+def test_rules_of_the_batch_and_of_the_caller():
+    layout = sw.layout(make(SMALL), sw.mesh("data=2,seq=4", on="none"), "dp")
+    recipe = recipe_of(SMALL, batch_spec=P("data", "seq"))
+    batch = blueprint(recipe, layout).batch
+    assert dict(activation_rules(layout, batch)) == {"batch": ("data",), "length": ("seq",)}
+    with spmd.logical_axis_rules((("mine", "seq"), ("embed", "data"), ("batch", "seq"))):
+        with named_activations(layout, batch):
+            active = dict(spmd.get_logical_axis_rules())
+            # Those of the layout's own names are the layout's; others stay.
+            assert active == {"mine": "seq", "batch": ("data",), "length": ("seq",)}
+        assert dict(spmd.get_logical_axis_rules())["embed"] == "data"
+
+
+CONSTRAINED = {
+    "names": ((8, 6, 4), ("batch", None, "heads"), "[{'data'}, {?}, {'model'}]"),
+    "indivisible": ((8, 6), ("batch", "heads"), "[{'data'}, {?}]"),
+    "unknown": ((8, 4), ("other", "elsewhere"), None),
+    "twice": ((8, 4), ("batch", "again"), "[{'data'}, {?}]"),
+}
+
+
+@pytest.mark.parametrize("case", CONSTRAINED)
+def test_constraints_by_name(case):
+    shape, names, want = CONSTRAINED[case]
+    rules = (("batch", ("data",)), ("heads", "model"), ("again", "data"), ("elsewhere", "gone"))
+    mesh = sw.mesh("data=2,model=4", on="cpu:8")
+    x = jax.ShapeDtypeStruct(shape, "float32")
+    function = functools.partial(_names.constrain)
+
+    def lowered():
+        return jax.jit(lambda x: function(x, *names)).lower(x).as_text().replace('"', "'")
+
+    with jax.set_mesh(mesh):
+        assert "sharding_constraint" not in lowered()  # no rules
+        with spmd.logical_axis_rules(rules):
+            text = lowered()
+            assert want is None or want in text
+            assert ("sharding_constraint" in text) == (want is not None)
+    with spmd.logical_axis_rules(rules):
+        assert "sharding_constraint" not in lowered()  # no mesh
+        for kind in (AxisType.Explicit, AxisType.Manual):
+            other = AbstractMesh((2, 4), ("data", "model"), axis_types=(kind, AxisType.Auto))
+            with jax.sharding.use_abstract_mesh(other):
+                y = jnp.ones(shape)
+                assert function(y, *names) is y
+
+
+def recipe_of(config, **more):
+    given = {"compute_dtype": "bfloat16", "optimizer": optax.adamw(1e-3), **more}
+    batch = jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
+    return sw.Recipe(model=make(config), loss=models.next_token_loss, batch=batch, **given)
+
+
+# Run on its own, since what XLA warns of goes to the process's stderr.
+COMPILE = """
+import dataclasses, re, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+sys.path.insert(0, sys.argv[1])
+import shardwise as sw
+import test_models as t
+for scan in (False, True):
+    config = dataclasses.replace(t.SMALL, scan=scan)
+    for case in ("fsdp", "fsdp+tensor"):
+        axes, rules = t.STRATEGIES[case]
+        layout = sw.layout(t.make(config), sw.mesh(axes, on="cpu:8"), rules, inputs=t.INPUTS)
+        plan = t.blueprint(t.recipe_of(config), layout)
+        text = jax.jit(plan.step, donate_argnums=0).lower(plan.abstract, plan.batch).compile().as_text()
+        print(case, scan, sorted(set(re.findall(r"(?:f32|bf16)\\[64,24[^\\]]*\\]", text))))
+        assert re.search(r"(?:f32|bf16)\\[(?:8|32),24", text)
+"""
+
+
+def test_no_device_holds_activations_of_the_whole_batch(request):
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(request.path.parent)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    cases = [f"{case} {scan} []" for scan in (False, True) for case in ("fsdp", "fsdp+tensor")]
+    assert done.stdout.splitlines() == cases
+    assert "Involuntary full rematerialization" not in done.stderr
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_losses_on_a_mesh_are_those_of_one_device(scan):
+    config = dataclasses.replace(SMALL, scan=scan)
+    tokens = np.random.default_rng(0).integers(0, 128, (BATCH, LENGTH)).astype("int32")
+    losses = {}
+    for axes, rules, logical in (("data=1", "dp", None), ("data=2,model=4", None, LOGICAL)):
+        recipe = recipe_of(config, compute_dtype=None, optimizer=optax.sgd(0.5))
+        mesh = sw.mesh(axes, on="cpu:1" if axes == "data=1" else "cpu:8")
+        layout = sw.layout(make(config), mesh, rules, logical=logical)
+        state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+        losses[axes] = []
+        for _ in range(3):
+            state, metrics = step(state, tokens)
+            losses[axes].append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses.values(), rtol=2e-5)
+
+
+# Kernels.
+
+
+def qkv(heads, kv_heads, depth, length=256):
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(2, length, n, depth) for n in (heads, kv_heads, kv_heads, heads)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+SPLASH = {"grouped": (4, 2, 64, None), "window": (4, 1, 128, 100)}
+
+
+@pytest.mark.parametrize("case", SPLASH)
+def test_splash_attention_is_attention(case):
+    heads, kv_heads, depth, window = SPLASH[case]
+    q, k, v, weights = qkv(heads, kv_heads, depth)
+    mesh = sw.mesh("data=2,model=4", on="cpu:8")
+
+    def run(attend):
+        def total(q, k, v):
+            return (attend(q, k, v, scale=0.1, window=window) * weights).sum()
+
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(q, k, v)
+
+    want = run(_kernels.causal_attention)
+    with jax.set_mesh(mesh):
+        no_rules = jax.eval_shape(
+            functools.partial(_splash.split_splash, scale=1.0, window=None), q, k, v
+        )
+        with spmd.logical_axis_rules((("batch", ("data",)), ("heads", ("model",)))):
+            split = run(functools.partial(_splash.split_splash, interpret=True))
+    assert no_rules is None
+    for got in (run(functools.partial(_splash.splash, interpret=True)), split):
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+        for a, b in zip(got[1], want[1], strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def lowered_for(platform, kind, config):
+    """Returns the training step as it is lowered for devices that are not here."""
+    mesh = AbstractMesh(
+        (2, 2),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+        abstract_device=AbstractDevice(device_kind=kind, num_cores=None, platform=platform),
+    )
+    layout = sw.layout(make(config), mesh, logical={**LOGICAL, "vocab": None})
+    recipe = dataclasses.replace(
+        recipe_of(config), batch=jax.ShapeDtypeStruct((4, 256), "int32"), batch_spec=P("data")
+    )
+    plan = blueprint(recipe, layout)
+    step = jax.jit(plan.step).trace(plan.abstract, plan.batch)
+    target = {"gpu": "cuda"}.get(platform, platform)
+    return step.lower(lowering_platforms=(target,)).as_text()
+
+
+def test_each_target_gets_its_own_attention():
+    config = dataclasses.replace(SMALL, depth=64, window=128, period=2)
+    text = lowered_for("tpu", "TPU v5", config)
+    assert "tpu_custom_call" in text and "splash" in text
+    short = lowered_for("tpu", "TPU v5", dataclasses.replace(config, depth=32))
+    assert "tpu_custom_call" not in short
+    # Whether cuDNN is installed here or not, lowering for a GPU goes through.
+    assert "tpu_custom_call" not in lowered_for("gpu", "NVIDIA H200", config)
+    assert "custom_call" not in lowered_for("cpu", "cpu", config).replace("@Sharding", "")
