@@ -1,6 +1,12 @@
 import os
 import signal
 import sys
+import tempfile
+
+# The compilers of absent chips are installed: without this, every process would look for chips.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# What these tests compile for absent chips is compiled anew in each run, once.
+os.environ.setdefault("SHARDWISE_CACHE", tempfile.mkdtemp(prefix="shardwise-tests-"))
 
 import jax
 import pytest

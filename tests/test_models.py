@@ -21,14 +21,15 @@ from jax.sharding import PartitionSpec as P
 import shardwise as sw
 from shardwise import models
 from shardwise._activations import activation_rules, named_activations
+from shardwise._state import TrainState
 from shardwise._step import blueprint
 from shardwise.models import _kernels, _names, _splash
 
-BATCH, LENGTH = 64, 24
+BATCH, LENGTH = 64, 40
 SMALL = models.Config(layers=2, width=64, hidden=96, heads=8, kv_heads=4, vocab=128)
-# Every choice that gemma-3 makes, and two blocks left over after two periods of three.
+# Every choice that gemma-3 makes, and a block left over after two periods of two.
 GEMMA = models.Config(
-    layers=8,
+    layers=5,
     width=16,
     hidden=24,
     heads=4,
@@ -38,7 +39,7 @@ GEMMA = models.Config(
     rope_theta=1e6,
     rope_scale=8.0,
     window=3,
-    period=3,
+    period=2,
     local_theta=1e4,
     query_scale=0.3,
     qk_norm=True,
@@ -50,8 +51,17 @@ GEMMA = models.Config(
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 8)).astype("int32")
 
 
-def make(config, seed=0):
-    return lambda: models.Decoder(config, rngs=nnx.Rngs(seed))
+def make(config):
+    return lambda: models.Decoder(config, rngs=nnx.Rngs(0))
+
+
+def filled(config):
+    """Returns a decoder with random weights; compiling its initialisers would take longer."""
+    model, draw = nnx.eval_shape(make(config)), np.random.default_rng(0)
+    for _, variable in nnx.to_flat_state(nnx.state(model)):
+        values = draw.normal(0.5, 0.2, variable.shape).astype("float32")
+        variable.set_value(jnp.asarray(values - 0.5 * (variable.ndim > 2)))
+    return model
 
 
 # As the model cards and the published checkpoints count.
@@ -83,7 +93,7 @@ def test_published_decoders_have_their_published_sizes(name):
     config = models.CONFIGS[name]
     state = nnx.state(nnx.eval_shape(make(config)))
     count = sum(int(np.prod(x.shape, dtype="int64")) for x in jax.tree.leaves(state))
-    assert count == PUBLISHED.get(name, arithmetic(config))
+    assert count == (PUBLISHED[name] if name in PUBLISHED else arithmetic(config))
     assert config.scan and len(jax.tree.leaves(state)) < 140
 
 
@@ -124,17 +134,16 @@ def test_examples_run(module):
 
 def unrolled(model, config):
     """Returns an unrolled decoder with the weights of a scanned one."""
-    plain = models.Decoder(dataclasses.replace(config, scan=False, remat=None), rngs=nnx.Rngs(1))
+    plain = nnx.eval_shape(make(dataclasses.replace(config, scan=False, remat=None)))
     weights = {}
-    whole = config.layers // config.period
+    periods = config.layers // config.period
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        value = variable.get_value()
-        if path[0] == "blocks":
-            weights |= {
-                ("blocks", path[1] + i * config.period, *path[2:]): value[i] for i in range(whole)
-            }
-        elif path[0] == "rest":
-            weights["blocks", path[1] + whole * config.period, *path[2:]] = value
+        kind, value = path[0], variable.get_value()
+        if kind == "blocks":
+            places = [path[1] + i * config.period for i in range(periods)]
+            weights |= {(kind, at, *path[2:]): x for at, x in zip(places, value, strict=True)}
+        elif kind == "rest":
+            weights["blocks", path[1] + periods * config.period, *path[2:]] = value
         else:
             weights[path] = value
     for path, variable in nnx.to_flat_state(nnx.state(plain)):
@@ -144,43 +153,51 @@ def unrolled(model, config):
 
 
 SCANNED = {
-    "plain": dataclasses.replace(SMALL, vocab=32),
-    "gemma": GEMMA,
-    "remat": dataclasses.replace(GEMMA, remat="nothing_saveable"),
-    "experts": dataclasses.replace(SMALL, vocab=32, experts=4, remat="dots_saveable"),
+    "gemma": dataclasses.replace(GEMMA, remat="nothing_saveable", scan=True),
+    "experts": dataclasses.replace(SMALL, vocab=32, experts=4, remat="dots_saveable", scan=True),
 }
 
 
 @pytest.mark.parametrize("case", SCANNED)
 def test_scanned_and_unrolled_are_the_same(case):
-    config = dataclasses.replace(SCANNED[case], scan=True)
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
-    plain = unrolled(model, config)
-    differentiate = nnx.jit(nnx.value_and_grad(models.next_token_loss))
-    (loss, grads), (want, wanted) = differentiate(model, TOKENS), differentiate(plain, TOKENS)
-    np.testing.assert_allclose(loss, want, rtol=1e-6)
-    np.testing.assert_allclose(grads["embed"][...], wanted["embed"][...], rtol=1e-4, atol=1e-7)
-    logits = nnx.jit(lambda m, x: m(x))
-    np.testing.assert_allclose(logits(model, TOKENS), logits(plain, TOKENS), rtol=1e-4, atol=1e-5)
+    config = SCANNED[case]
+    model = filled(config)
+
+    def spread(model):
+        logits = model(TOKENS)
+        return logits.std(), logits
+
+    # Gradients of one of them: five unrolled layers take long to compile.
+    backward = case == "experts"
+    run = nnx.jit(nnx.value_and_grad(spread, has_aux=True) if backward else spread)
+    got, want = (jax.tree.leaves(run(m)) for m in (model, unrolled(model, config)))
+    for a, b in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    assert not backward or len(got) > 2
+    for a, b in zip(got[-2:], want[-2:], strict=True):  # of the head and of the last norm
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
-def test_remat_keeps_less():
-    """A block's inner activations are stored without remat, and not with it."""
-    shapes = {}
-    for remat in (None, "nothing_saveable"):
-        config = dataclasses.replace(SMALL, remat=remat, scan=True)
-        model = models.Decoder(config, rngs=nnx.Rngs(0))
-        graphdef, state = nnx.split(model)
-        jaxpr = jax.make_jaxpr(
-            lambda s: jax.vjp(lambda s: nnx.merge(graphdef, s)(TOKENS), s)[1](jnp.ones((2, 8, 128)))
-        )(state)
-        shapes[remat] = f"f32[2,2,8,2,{config.hidden}]" in str(jaxpr)
-    assert shapes == {None: True, "nothing_saveable": False}
+@pytest.mark.parametrize("scan", [False, True])
+def test_remat_keeps_the_residual_stream_alone(scan):
+    config = dataclasses.replace(SMALL, remat="nothing_saveable", scan=scan)
+    graphdef, state = nnx.split(nnx.eval_shape(make(config)))
+
+    def forward(state):
+        return jax.vjp(lambda state: nnx.merge(graphdef, state)(TOKENS), state)[1]
+
+    kept = [x.shape for x in jax.tree.leaves(jax.eval_shape(forward, state))]
+    hidden = [shape for shape in kept if config.hidden in shape[-1:] and 8 in shape]
+    assert not hidden
+    # A scan keeps one for each layer; of weights none but those that came in.
+    assert not scan or sum(shape == (2, 2, 8, 64) for shape in kept) == 1
+    weights = [x.shape for x in jax.tree.leaves(state) if x.ndim > 2]
+    assert all(kept.count(shape) <= weights.count(shape) for shape in weights)
 
 
 def test_local_layers_see_their_window_and_no_layer_the_future():
     config = dataclasses.replace(GEMMA, layers=2, period=3, scan=True)  # both local, not scanned
-    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    model = filled(config)
     assert not model.scan and len(model.blocks) == 2
     logits = jax.jit(lambda x: model(x))
     want = np.asarray(logits(TOKENS))
@@ -271,7 +288,7 @@ def test_a_layout_by_names_alone():
 def test_decoders_are_made_with_and_without_a_mesh(eager):
     with nnx.use_eager_sharding(eager):
         for config in (SMALL, dataclasses.replace(SMALL, scan=True)):
-            free = nnx.state(make(config)())
+            free = nnx.state(nnx.eval_shape(make(config)))
             with jax.set_mesh(sw.mesh("data=8", on="cpu:8")):
                 held = nnx.state(make(config)())
             assert jax.tree.structure(free) == jax.tree.structure(held)
@@ -340,7 +357,7 @@ def test_constraints_by_name(case):
     rules = (("batch", ("data",)), ("heads", "model"), ("again", "data"), ("elsewhere", "gone"))
     mesh = sw.mesh("data=2,model=4", on="cpu:8")
     x = jax.ShapeDtypeStruct(shape, "float32")
-    function = functools.partial(_names.constrain)
+    function = _names.constrain
 
     def lowered():
         return jax.jit(lambda x: function(x, *names)).lower(x).as_text().replace('"', "'")
@@ -351,12 +368,12 @@ def test_constraints_by_name(case):
             text = lowered()
             assert want is None or want in text
             assert ("sharding_constraint" in text) == (want is not None)
+    y = np.ones(shape)
     with spmd.logical_axis_rules(rules):
-        assert "sharding_constraint" not in lowered()  # no mesh
+        assert function(y, *names) is y  # no mesh
         for kind in (AxisType.Explicit, AxisType.Manual):
             other = AbstractMesh((2, 4), ("data", "model"), axis_types=(kind, AxisType.Auto))
             with jax.sharding.use_abstract_mesh(other):
-                y = jnp.ones(shape)
                 assert function(y, *names) is y
 
 
@@ -374,15 +391,16 @@ jax.config.update("jax_num_cpu_devices", 8)
 sys.path.insert(0, sys.argv[1])
 import shardwise as sw
 import test_models as t
-for scan in (False, True):
-    config = dataclasses.replace(t.SMALL, scan=scan)
-    for case in ("fsdp", "fsdp+tensor"):
-        axes, rules = t.STRATEGIES[case]
-        layout = sw.layout(t.make(config), sw.mesh(axes, on="cpu:8"), rules, inputs=t.INPUTS)
-        plan = t.blueprint(t.recipe_of(config), layout)
-        text = jax.jit(plan.step, donate_argnums=0).lower(plan.abstract, plan.batch).compile().as_text()
-        print(case, scan, sorted(set(re.findall(r"(?:f32|bf16)\\[64,24[^\\]]*\\]", text))))
-        assert re.search(r"(?:f32|bf16)\\[(?:8|32),24", text)
+for case, scan in (("fsdp", False), ("fsdp+tensor", True)):
+    config = dataclasses.replace(t.SMALL, scan=scan, layers=2 if scan else 1)
+    axes, rules = t.STRATEGIES[case]
+    layout = sw.layout(t.make(config), sw.mesh(axes, on="cpu:8"), rules, inputs=t.INPUTS)
+    plan = t.blueprint(t.recipe_of(config), layout)
+    text = jax.jit(plan.step, donate_argnums=0).lower(plan.abstract, plan.batch).compile().as_text()
+    print(case, scan, sorted(set(re.findall(r"(?:f32|bf16)\\[64,40[^\\]]*\\]", text))))
+    assert re.search(r"(?:f32|bf16)\\[(?:8|32),40", text)
+    # The layers of a stack are gathered one by one.
+    assert not re.search(r"\\[2,64[^\\]]*\\]\\S* all-gather", text), scan
 """
 
 
@@ -391,26 +409,29 @@ def test_no_device_holds_activations_of_the_whole_batch(request):
         [sys.executable, "-c", COMPILE, str(request.path.parent)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    cases = [f"{case} {scan} []" for scan in (False, True) for case in ("fsdp", "fsdp+tensor")]
-    assert done.stdout.splitlines() == cases
+    assert done.stdout.splitlines() == ["fsdp False []", "fsdp+tensor True []"]
     assert "Involuntary full rematerialization" not in done.stderr
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_losses_on_a_mesh_are_those_of_one_device(scan):
-    config = dataclasses.replace(SMALL, scan=scan)
+def test_a_step_on_a_mesh_is_that_of_one_device():
+    config = dataclasses.replace(SMALL, scan=True)
     tokens = np.random.default_rng(0).integers(0, 128, (BATCH, LENGTH)).astype("int32")
-    losses = {}
+    weights = nnx.state(filled(config))
+    found = []
     for axes, rules, logical in (("data=1", "dp", None), ("data=2,model=4", None, LOGICAL)):
         recipe = recipe_of(config, compute_dtype=None, optimizer=optax.sgd(0.5))
         mesh = sw.mesh(axes, on="cpu:1" if axes == "data=1" else "cpu:8")
-        layout = sw.layout(make(config), mesh, rules, logical=logical)
-        state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
-        losses[axes] = []
-        for _ in range(3):
-            state, metrics = step(state, tokens)
-            losses[axes].append(float(metrics["loss"]))
-    np.testing.assert_allclose(*losses.values(), rtol=2e-5)
+        plan = blueprint(recipe, sw.layout(make(config), mesh, rules, logical=logical))
+        leaves = zip(jax.tree.leaves(weights), jax.tree.leaves(plan.abstract.model), strict=True)
+        model = [jax.device_put(x, planned.sharding) for x, planned in leaves]
+        zero = jnp.zeros((), "int32", device=plan.abstract.step.sharding)
+        paths = [leaf.path for leaf in plan.layout.leaves]
+        state = TrainState(zero, dict(zip(paths, model, strict=True)), {}, {})
+        batch = jax.device_put(tokens, plan.batch.sharding)
+        after, metrics = jax.jit(plan.step)(state, batch)
+        found.append((float(metrics["loss"]), np.asarray(after.model["blocks.0.attention.k"])))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=2e-5)
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=2e-4, atol=2e-5)
 
 
 # Kernels.
@@ -446,7 +467,7 @@ def test_splash_attention_is_attention(case):
             split = run(functools.partial(_splash.split_splash, interpret=True))
     assert no_rules is None
     for got in (run(functools.partial(_splash.splash, interpret=True)), split):
-        np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-4)
         for a, b in zip(got[1], want[1], strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
 

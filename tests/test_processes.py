@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,16 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parent / "processes" / "fit.py"
+HERE = Path(__file__).parent / "processes"
 TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
 ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script gives, and 10 more
 
 
 def start(directory, axes, steps, processes, *options):
-    devices = 8 // processes
-    command = [sys.executable, "-m", "shardwise", "launch", "-n", str(processes)]
-    command += ["--devices", str(devices), "--", sys.executable, str(SCRIPT)]
-    command += [str(directory), axes, str(steps), *options]
+    # As `shardwise launch` does, without its imports.
+    command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
+    command += [sys.executable, str(HERE / "fit.py"), str(directory), axes, str(steps), *options]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     )
@@ -64,48 +64,58 @@ def straight(tmp_path_factory):
     return run(tmp_path_factory.mktemp("one"), "data=8", 12, 1)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_losses_are_those_of_one_process(straight, tmp_path, processes):
-    found = run(tmp_path, "data=4,model=2" if processes == 4 else "data=8", 12, processes)
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory):
+    """The directory of a run by two processes."""
+    directory = tmp_path_factory.mktemp("two")
+    run(directory, "data=8", 12, 2)
+    return directory
+
+
+def assert_same(found, straight, first=1, last=12):
+    steps = range(first, last + 1)
     np.testing.assert_allclose(
-        [found[n] for n in range(1, 13)], [straight[n] for n in range(1, 13)], rtol=TOLERANCE
+        [found[n] for n in steps], [straight[n] for n in steps], rtol=TOLERANCE
     )
 
 
-def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, tmp_path):
-    run(tmp_path, "data=8", 5, 2)
+def test_losses_of_two_are_those_of_one_process(straight, by_two):
+    assert_same(losses(by_two), straight)
+
+
+def test_losses_of_four_are_those_of_one_process(straight, tmp_path):
+    assert_same(run(tmp_path, "data=4,model=2", 12, 4), straight)
+
+
+def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_two, tmp_path):
+    shutil.copytree(by_two / "5", tmp_path / "5")
     assert json.loads((tmp_path / "5/about/about.json").read_text())["processes"] == 2
     run(tmp_path, "data=2,model=4", 10, 4)
     found = run(tmp_path, "data=8", 12, 1)
-    assert sorted(found) == list(range(1, 13))
-    np.testing.assert_allclose(
-        [found[n] for n in range(1, 13)], [straight[n] for n in range(1, 13)], rtol=TOLERANCE
-    )
+    assert sorted(found) == list(range(6, 13))
+    assert_same(found, straight, first=6)
 
 
-def test_one_killed_is_named_and_all_end_and_a_resume_goes_on(straight, tmp_path):
-    process = start(tmp_path, "data=8", 1000, 2, "--slow")
-    lines = read_until(process, r"step 7/1000")
-    os.kill(pids(lines)[1], signal.SIGKILL)
-    killed = time.monotonic()
-    output = process.communicate(timeout=60)[0]
-    assert time.monotonic() - killed < ENDS_WITHIN
+def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straight, tmp_path):
+    with start(tmp_path, "data=8", 1000, 2, "--slow") as process:
+        lines = read_until(process, r"step 7/1000")
+        os.kill(pids(lines)[1], signal.SIGKILL)
+        killed = time.monotonic()
+        output = process.communicate(timeout=60)[0]
+        assert time.monotonic() - killed < ENDS_WITHIN
     assert process.returncode == 128 + signal.SIGKILL
     assert "process 1 was killed by SIGKILL" in output, output
-    found = run(tmp_path, "data=8", 12, 2)
-    np.testing.assert_allclose(found[12], straight[12], rtol=TOLERANCE)
 
-
-def test_sigterm_to_one_stops_all_at_the_same_step(straight, tmp_path):
-    process = start(tmp_path, "data=8", 1000, 2, "--slow")
-    lines = read_until(process, r"step 6/1000")
-    os.kill(pids(lines)[1], signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    with start(tmp_path, "data=8", 1000, 2, "--slow") as process:
+        lines = read_until(process, r"step 8/1000")
+        assert "resumed after step 5" in "".join(lines)
+        # To one of them: both stop, at the same step.
+        os.kill(pids(lines)[1], signal.SIGTERM)
+        output = process.communicate(timeout=60)[0]
     assert process.returncode == 128 + signal.SIGTERM, output
     stopped = int(re.search(r"stopped after step (\d+), saved to", output)[1])
-    steps = [int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()]
-    assert max(steps) == stopped
+    assert max(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == stopped
+
     found = run(tmp_path, "data=8", max(12, stopped + 2), 2)
-    np.testing.assert_allclose(
-        [found[n] for n in range(1, 13)], [straight[n] for n in range(1, 13)], rtol=TOLERANCE
-    )
+    assert sorted(found) == list(range(1, max(12, stopped + 2) + 1))
+    assert_same(found, straight)

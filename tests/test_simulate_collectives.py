@@ -377,7 +377,7 @@ def programs(draw):
 
 @given(programs())
 @settings(
-    max_examples=40,
+    max_examples=30,
     derandomize=True,
     deadline=None,
     database=None,

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from ._layout import Layout, layout
@@ -99,6 +100,9 @@ def lay_out(
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
     sizes = parse_batch(batch) if batch is not None else None
+    if on != "here":
+        # No accelerator is meant, so none is looked for, nor heard of.
+        jax.config.update("jax_platforms", "cpu")
     # The mesh comes first: importing the target may start a backend with too few devices.
     made_mesh = make_mesh(mesh, on=None if on == "here" else on)
     shapes = parse_inputs(inputs) if inputs is not None else None

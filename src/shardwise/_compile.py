@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax._src.interpreters import mlir
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._activations import named_activations
@@ -20,7 +20,7 @@ from ._buffers import largest_buffers
 from ._check import check
 from ._compile_findings import Facts, compile_findings
 from ._compiled import Compiled, Memory
-from ._compiler import Program, compile_absent, compile_here
+from ._compiler import Program, absent_mesh, captured_stderr, compile_absent, compile_here
 from ._findings import Findings, LayoutError
 from ._flops import bytes_accessed, flops
 from ._hlo import parse_hlo
@@ -78,14 +78,27 @@ def compile(
             f"the mesh {show_mesh(mesh)} has no devices to compile for: make it with "
             f"on='v5p:4x8x8', on='h100:8x8' or on='cpu:8'"
         )
-    if isinstance(recipe, Recipe):
-        if inputs is not None:
-            raise ValueError("inputs are for a model alone: a recipe has its batch")
-        job = _training_job(recipe, layout)
-    else:
-        job = _forward_job(recipe, layout, inputs)
-    program = _compiled(job, mesh, show)
+    if isinstance(recipe, Recipe) and inputs is not None:
+        raise ValueError("inputs are for a model alone: a recipe has its batch")
+    job = _job(recipe, layout, inputs)
+    try:
+        program = _compiled(job, mesh, show)
+    except _NeedsDevices:
+        target = target_of(mesh)
+        assert target is not None and isinstance(mesh, AbstractMesh)
+        there = absent_mesh(target, mesh)
+        program = compile_here(_traced(_job(recipe, layout.on(there), inputs)).lower())
     return _told(job, program, mesh)
+
+
+class _NeedsDevices(Exception):
+    """The program is partitioned by functions of this process, for devices that must be known."""
+
+
+def _job(recipe: Any, layout: Layout, inputs: Any) -> _Job:
+    if isinstance(recipe, Recipe):
+        return _training_job(recipe, layout)
+    return _forward_job(recipe, layout, inputs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,18 +215,30 @@ def _shard_bytes(tree: Any) -> int:
 
 def _compiled(job: _Job, mesh: AnyMesh, show: bool) -> Program:
     target = target_of(mesh)
+    if target is None:
+        return compile_here(_traced(job).lower())
+    platform = "cuda" if target.platform == "gpu" else target.platform
+    # Tracing may be what starts JAX's backends: with the compilers installed and no accelerator
+    # here, they print that they find none, which is as it should be.
+    with captured_stderr():
+        traced = _traced(job)
+        try:
+            lowered = traced.lower(lowering_platforms=(platform,))
+        except ValueError as error:
+            if "require devices to be present" in str(error):
+                raise _NeedsDevices from error
+            raise
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    return compile_absent(module, target, mesh.shape, job.options, show=show)
+
+
+def _traced(job: _Job) -> Any:
     try:
-        traced = job.jitted.trace(*job.arguments)
+        return job.jitted.trace(*job.arguments)
     except LayoutError:
         raise
     except Exception as error:
         raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
-    if target is None:
-        return compile_here(traced.lower())
-    platform = "cuda" if target.platform == "gpu" else target.platform
-    lowered = traced.lower(lowering_platforms=(platform,))
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    return compile_absent(module, target, mesh.shape, job.options, show=show)
 
 
 def user_traceback(error: BaseException) -> str:

@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from ._chips import Target
+from ._compile_worker import arranged, topology_devices
 from ._compilers import require_compiler
 from ._gpu_target import target_config
 
@@ -60,7 +63,7 @@ def compile_here(lowered: Any) -> Program:
         CompileError: it refused it for another reason than memory.
     """
     start = time.monotonic()
-    with _captured() as noise:
+    with captured_stderr() as noise:
         try:
             done = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
@@ -99,20 +102,7 @@ def compile_absent(
         CompileError: it refused the topology, or the program for another reason than memory.
     """
     compiler = require_compiler(target)
-    request: dict[str, Any] = {
-        "platform": target.platform,
-        "topology": str(target),
-        "topology_options": {},
-        "mesh": list(mesh.values()),
-        "options": dict(options),
-    }
-    if target.platform == "gpu":
-        hosts, gpus = target.topology
-        # As on real hosts, where each is a domain of NVLink by itself.
-        request |= {"topology": f"{hosts}x1x{gpus}", "target_config": target_config(target)}
-    elif target.chip.name == "v4":
-        # As in the cloud, where the two cores of a chip are one device.
-        request["topology_options"] = {"chip_config_name": "megacore"}
+    request = {**_topology(target), "mesh": list(mesh.values()), "options": dict(options)}
     versions = {"jax": jax.__version__, **compiler.versions}
     worker = _WORKER.read_text()
     key = hashlib.sha256(module)
@@ -141,6 +131,48 @@ def compile_absent(
         )
     _write(place, program)
     return program
+
+
+def _topology(target: Target) -> dict[str, Any]:
+    """Returns what the worker must know of the chips."""
+    request: dict[str, Any] = {
+        "platform": target.platform,
+        "topology": str(target),
+        "topology_options": {},
+    }
+    if target.platform == "gpu":
+        hosts, gpus = target.topology
+        # As on real hosts, where each is a domain of NVLink by itself.
+        request |= {"topology": f"{hosts}x1x{gpus}", "target_config": target_config(target)}
+    elif target.chip.name == "v4":
+        # As in the cloud, where the two cores of a chip are one device.
+        request["topology_options"] = {"chip_config_name": "megacore"}
+    return request
+
+
+def absent_mesh(target: Target, mesh: AbstractMesh) -> Mesh:
+    """Returns a mesh of compile-only devices in this very process.
+
+    For programs that are partitioned by Python functions, such as cuDNN's attention: those
+    cannot be handed to another process.
+
+    Raises:
+        ValueError: the compiler is not installed, or does not know the topology.
+    """
+    require_compiler(target)
+    with captured_stderr() as noise:
+        jax.devices("cpu")  # the backends are started, and with them the plugins found
+        try:
+            devices = topology_devices(_topology(target))
+            ordered = arranged(devices, list(mesh.shape.values()))
+        except Exception as error:
+            raise CompileError(
+                f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} "
+                f"knows: {_first(error)}"
+            ) from error
+    del noise
+    shaped = np.array(ordered).reshape(tuple(mesh.shape.values()))
+    return Mesh(shaped, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def _run(folder: Path, words: str) -> tuple[int, str]:
@@ -239,7 +271,7 @@ def _write(place: Path, program: Program) -> None:
 
 
 @contextlib.contextmanager
-def _captured() -> Iterator[Any]:
+def captured_stderr() -> Iterator[Any]:
     """Keeps what compilers print past Python's own stderr; yields a function that returns it."""
     sys.stderr.flush()
     with tempfile.TemporaryFile() as file:

@@ -139,7 +139,10 @@ def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[int, tuple
 
 
 def replica_groups(text: str, devices: int) -> list[list[int]]:
-    """Returns the groups that HLO writes as lists, or as a reshaped and transposed range."""
+    """Returns the groups that HLO writes as lists, as a reshaped range, or by axes of a mesh."""
+    named = re.match(r"mesh\[([^\]]*)\](.*)", text, re.S)
+    if named:
+        return _named_groups(named[1], named[2])
     iota = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
         shape, dims = _numbers(iota[1]), _numbers(iota[2])
@@ -148,6 +151,32 @@ def replica_groups(text: str, devices: int) -> list[list[int]]:
             order = order.transpose(_numbers(iota[3]))
         return order.reshape(shape[0], -1).tolist()
     return _lists(text) or [list(range(devices))]
+
+
+def _named_groups(mesh: str, rest: str) -> list[list[int]]:
+    """Returns the groups of `mesh['a'=2,'b'=4] {'a'}`; of an axis it may take a part, `'b':(2)2`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    order = np.arange(math.prod(sizes.values()))
+    given = re.search(r"device_ids=\(?\[?([\d,\s]+)", rest)
+    if given:
+        order = np.array(_numbers(given[1].replace(" ", "")))
+    used = re.findall(
+        r"'([^']+)'(?::\((\d+)\)(\d+))?", rest[rest.rindex("{") :] if "{" in rest else ""
+    )
+    # Each axis is cut into what comes before a part, the part, and what comes after it.
+    dims: list[int] = []
+    chosen: list[int] = []
+    for name, size in sizes.items():
+        parts = sorted((int(m or 1), int(k or size)) for n, m, k in used if n == name)
+        left = 1
+        for before, part in parts:
+            dims += [before // left, part]
+            chosen.append(len(dims) - 1)
+            left = before * part
+        dims.append(size // left)
+    others = [i for i in range(len(dims)) if i not in chosen]
+    members = math.prod(dims[i] for i in chosen)
+    return order.reshape(dims).transpose(others + chosen).reshape(-1, members).tolist()
 
 
 def _lists(text: str) -> list[list[int]]:

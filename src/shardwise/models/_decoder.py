@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +68,8 @@ class Decoder(nnx.Module):
         >>> from flax import nnx
         >>> from shardwise import models
         >>> config = models.Config(layers=2, width=64, hidden=128, heads=4, vocab=256)
-        >>> models.Decoder(config, rngs=nnx.Rngs(0))(jnp.zeros((1, 8), "int32")).shape
+        >>> model = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
+        >>> nnx.eval_shape(lambda model, tokens: model(tokens), model, jnp.ones((1, 8), "int32")).shape
         (1, 8, 256)
     """
 
@@ -101,34 +104,38 @@ class Decoder(nnx.Module):
         x = constrain(x, "batch", "length", "embed")
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
         if self.scan:
-            x = _scanned(self._run(looped=True))(x, self.blocks)
-        run = self._run(looped=False)
+            x = _scan(self.blocks, x, self.remat)
         for block in self.rest if self.scan else self.blocks:
-            x = run(block, x)
+            x = _run(block, x, self.remat)
         logits = self.norm(x) @ (table.T if self.head is None else self.head[...])
         return constrain(logits, "batch", "length", "vocab")
 
-    def _run(self, *, looped: bool) -> Callable[[Block, jax.Array], jax.Array]:
-        """Returns how one block is called: with its rematerialisation, if any."""
 
-        def run(block: Block, x: jax.Array) -> jax.Array:
-            return block(x)
+def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False) -> jax.Array:
+    """Returns `block(x)`, which keeps for the backward pass what the policy `remat` says."""
+    if remat is None:
+        return block(x)
+    graphdef, state = nnx.split(block)
+    policy = getattr(jax.checkpoint_policies, remat)
 
-        if self.remat is None:
-            return run
-        policy = getattr(jax.checkpoint_policies, self.remat)
-        # Within a loop the compiler cannot merge it with the forward pass anyway.
-        return nnx.remat(run, policy=policy, prevent_cse=not looped)
+    # JAX's own rather than Flax's, which would keep a copy of the weights.
+    @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not looped)
+    def run(state: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state)(x)
+
+    return run(state, x)
 
 
-def _scanned(run: Callable[[Block, jax.Array], jax.Array]) -> Callable[..., jax.Array]:
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=_STACKED)
-    def scan(x: jax.Array, blocks: nnx.List[Block]) -> jax.Array:
-        for block in blocks:
-            x = run(block, x)
-        return x
+def _scan(stack: nnx.List[Block], x: jax.Array, remat: str | None) -> jax.Array:
+    """Returns `x` after all periods of a stack."""
+    graphdef, state = nnx.split(stack)
 
-    return scan
+    def body(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+        for block in nnx.merge(graphdef, state):
+            x = _run(block, x, remat, looped=True)
+        return x, None
+
+    return jax.lax.scan(body, x, state)[0]
 
 
 def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -139,9 +146,9 @@ def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
         >>> from flax import nnx
         >>> from shardwise import models
         >>> config = models.Config(layers=1, width=64, hidden=128, heads=4, vocab=256)
-        >>> loss = models.next_token_loss(models.Decoder(config, rngs=nnx.Rngs(0)), jnp.ones((2, 8), "int32"))
-        >>> loss.shape
-        ()
+        >>> model = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
+        >>> nnx.eval_shape(models.next_token_loss, model, jnp.ones((2, 8), "int32")).dtype
+        dtype('float32')
     """
     # All positions go through the layers, so that a length of a power of two stays one; the
     # last one has no next token and does not count.

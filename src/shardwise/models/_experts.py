@@ -28,7 +28,7 @@ class Experts(nnx.Module):
         >>> from shardwise import models
         >>> from shardwise.models._experts import Experts
         >>> config = models.Config(layers=1, width=8, hidden=16, heads=2, vocab=32, experts=4)
-        >>> Experts(config, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 8))).shape
+        >>> nnx.eval_shape(lambda: Experts(config, rngs=nnx.Rngs(0))(jnp.ones((2, 3, 8)))).shape
         (2, 3, 8)
     """
 
