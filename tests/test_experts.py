@@ -26,8 +26,9 @@ CONFIG = models.Config(
 TOKENS = np.random.default_rng(0).integers(0, 64, (BATCH, LENGTH)).astype("int32")
 CONFIGS = {
     "all": CONFIG,
-    "capacity": dataclasses.replace(CONFIG, capacity=1.0),
-    "scanned": dataclasses.replace(CONFIG, layers=2, scan=True, remat="nothing_saveable"),
+    "scanned": dataclasses.replace(
+        CONFIG, layers=2, capacity=1.0, scan=True, remat="nothing_saveable"
+    ),
 }
 EXPERT = {"experts": "expert"}
 # Each: the mesh, the rules, the names, the spec of the batch.
@@ -35,7 +36,6 @@ MESHES = {
     "one": ("data=1", "dp", None, None),
     "expert": ("data=2,expert=4", None, EXPERT, P(("data", "expert"))),
     "expert+fsdp": ("data=2,expert=4", sw.fsdp("data", min_bytes=0), EXPERT, None),
-    "expert-on-data": ("data=8", None, {"experts": "data"}, None),
     "expert+tensor": ("expert=4,model=2", None, {**EXPERT, "mlp": "model"}, P("expert")),
 }
 
@@ -101,8 +101,7 @@ def stepped(name, where):
 CASES = [
     ("all", "expert"),
     ("all", "expert+fsdp"),
-    ("capacity", "expert+tensor"),
-    ("scanned", "expert-on-data"),
+    ("scanned", "expert+tensor"),
 ]
 
 

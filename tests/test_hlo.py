@@ -148,7 +148,7 @@ def test_axes_are_those_that_were_asked_for(axes):
     for over in sets:
         count = int(np.prod([mesh.shape[n] for n in over]))
 
-        def body(x, over=over):
+        def body(x, over=over, count=count):
             gathered = jax.lax.all_gather(x, over, tiled=True)
             scattered = jax.lax.psum_scatter(gathered, over, tiled=True)
             turned = jax.lax.all_to_all(scattered.reshape(count, -1), over, 0, 0)

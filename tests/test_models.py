@@ -163,19 +163,9 @@ def test_scanned_and_unrolled_are_the_same(case):
     config = SCANNED[case]
     model = filled(config)
 
-    def spread(model):
-        logits = model(TOKENS)
-        return logits.std(), logits
-
-    # Gradients of one of them: five unrolled layers take long to compile.
-    backward = case == "experts"
-    run = nnx.jit(nnx.value_and_grad(spread, has_aux=True) if backward else spread)
-    got, want = (jax.tree.leaves(run(m)) for m in (model, unrolled(model, config)))
-    for a, b in zip(got[:2], want[:2], strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
-    assert not backward or len(got) > 2
-    for a, b in zip(got[-2:], want[-2:], strict=True):  # of the head and of the last norm
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+    run = nnx.jit(lambda model: model(TOKENS))
+    got, want = run(model), run(unrolled(model, config))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -287,7 +277,7 @@ def test_a_layout_by_names_alone():
 @pytest.mark.parametrize("eager", [True, False])
 def test_decoders_are_made_with_and_without_a_mesh(eager):
     with nnx.use_eager_sharding(eager):
-        for config in (SMALL, dataclasses.replace(SMALL, scan=True)):
+        for config in (dataclasses.replace(SMALL, layers=1, scan=scan) for scan in (False, True)):
             free = nnx.state(nnx.eval_shape(make(config)))
             with jax.set_mesh(sw.mesh("data=8", on="cpu:8")):
                 held = nnx.state(make(config)())
@@ -414,7 +404,7 @@ def test_no_device_holds_activations_of_the_whole_batch(request):
 
 
 def test_a_step_on_a_mesh_is_that_of_one_device():
-    config = dataclasses.replace(SMALL, scan=True)
+    config = dataclasses.replace(SMALL, layers=1)
     tokens = np.random.default_rng(0).integers(0, 128, (BATCH, LENGTH)).astype("int32")
     weights = nnx.state(filled(config))
     found = []

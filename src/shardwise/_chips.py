@@ -70,7 +70,9 @@ def _tpu(name: str, kind: str, dims: int, hbm: float, exposed_gib: float, *rest:
     return Chip(name, "tpu", kind, dims, hbm, int(exposed_gib * GIB), *rest)
 
 
-def _gpu(name: str, hbm: float, capacity: int, rates: tuple[float, ...], gpu: Gpu) -> Chip:
+def _gpu(
+    name: str, hbm: float, capacity: int, rates: tuple[float, float, float, float], gpu: Gpu
+) -> Chip:
     kind = f"NVIDIA {name.upper()}"
     return Chip(name, "gpu", kind, 2, hbm, capacity, *rates, 1, "NVIDIA datasheet", gpu)
 

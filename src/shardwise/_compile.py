@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from ._activations import named_activations
 from ._batch import data_axes
 from ._buffers import largest_buffers
 from ._check import check
+from ._chips import Target
 from ._compile_findings import Facts, compile_findings
 from ._compiled import Compiled, Memory
 from ._compiler import Program, absent_mesh, captured_stderr, compile_absent, compile_here
@@ -88,6 +90,11 @@ def compile(
         assert target is not None and isinstance(mesh, AbstractMesh)
         there = absent_mesh(target, mesh)
         program = compile_here(_traced(_job(recipe, layout.on(there), inputs)).lower())
+    if program.refused and not program.hlo:
+        seen = _structure(recipe, layout, inputs, show)
+        if seen is not None:
+            noise = f"{program.noise}\n{seen.noise}"
+            program = dataclasses.replace(program, hlo=seen.hlo, noise=noise)
     return _told(job, program, mesh)
 
 
@@ -137,9 +144,9 @@ def _training_job(recipe: Recipe, layout: Layout) -> _Job:
 class Forward:
     """A model's forward pass as a pure function of its arrays and its inputs."""
 
-    def __init__(self, layout: Layout, graphdef: Any, args: Any):
+    def __init__(self, layout: Layout, graphdef: Any, args: Any, placed: Any):
         """Keeps what the call needs; makes nothing."""
-        self.layout, self.graphdef, self.args = layout, graphdef, args
+        self.layout, self.graphdef, self.args, self.placed = layout, graphdef, args, placed
 
     def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
         """Returns what the model returns."""
@@ -147,7 +154,7 @@ class Forward:
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
         model.eval()
         scope_modules(model)
-        with on_mesh(self.layout.mesh), named_activations(self.layout, inputs):
+        with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
             given, named = jax.tree.unflatten(self.args, inputs)
             return model(*given, **named)
 
@@ -185,8 +192,9 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> _Job:
         for leaf in own.leaves
     }
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
+    forward = Forward(own, abstract.graphdef, treedef, placed)
     return _Job(
-        jitted=jax.jit(Forward(own, abstract.graphdef, treedef).__call__, in_shardings=shardings),
+        jitted=jax.jit(forward.__call__, in_shardings=shardings),
         arguments=(arrays, placed),
         options={},
         layout=own,
@@ -217,7 +225,12 @@ def _compiled(job: _Job, mesh: AnyMesh, show: bool) -> Program:
     target = target_of(mesh)
     if target is None:
         return compile_here(_traced(job).lower())
-    platform = "cuda" if target.platform == "gpu" else target.platform
+    return _handed_over(job, target, mesh, show)
+
+
+def _handed_over(job: _Job, target: Target | None, mesh: AnyMesh, show: bool) -> Program:
+    platforms = {"gpu": "cuda", "tpu": "tpu"}
+    platform = platforms[target.platform] if target is not None else "cpu"
     # Tracing may be what starts JAX's backends: with the compilers installed and no accelerator
     # here, they print that they find none, which is as it should be.
     with captured_stderr():
@@ -229,7 +242,43 @@ def _compiled(job: _Job, mesh: AnyMesh, show: bool) -> Program:
                 raise _NeedsDevices from error
             raise
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    return compile_absent(module, target, mesh.shape, job.options, show=show)
+    same = _without_callers(lowered.as_text(debug_info=True))
+    options = job.options if target is not None else {}
+    return compile_absent(module, target, mesh.shape, options, same, show=show)
+
+
+def _structure(recipe: Any, layout: Layout, inputs: Any, show: bool) -> Program | None:
+    """Returns the step as it is compiled for CPU devices, which have no limit.
+
+    Where the compiler of the chips only says that the step does not fit, this says why: it is
+    partitioned alike.
+    """
+    mesh = layout.mesh
+    bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
+    try:
+        return _handed_over(_job(recipe, layout.on(bare), inputs), None, bare, show)
+    except (ValueError, _NeedsDevices):
+        return None
+
+
+def _without_callers(text: str) -> str:
+    """Returns StableHLO's text without the lines from which the step was asked for.
+
+    The same step, asked for from another line, is the same program.
+    """
+    defined = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
+    edges = {name for name, told in defined.items() if told.startswith('"Blueprint.step"')}
+    edges |= {name for name, told in defined.items() if told.startswith('"Forward.__call__"')}
+    calls = [re.fullmatch(r"callsite\((#loc\d*) at (#loc\d*)\)", t) for t in defined.values()]
+    outside = {call[2] for call in calls if call is not None and call[1] in edges}
+    todo = list(outside)
+    while todo:
+        for name in re.findall(r"#loc\d*", defined.get(todo.pop(), "")):
+            if name not in outside:
+                outside.add(name)
+                todo.append(name)
+    kept = [line for line in text.splitlines() if line.partition(" = ")[0] not in outside]
+    return "\n".join(kept)
 
 
 def _traced(job: _Job) -> Any:
@@ -261,7 +310,10 @@ def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
         where, platform = device.device_kind, device.platform
         limits = device.memory_stats() if platform != "cpu" else None
         capacity = limits.get("bytes_limit") if limits else None
-    memory = _memory(job, program.stats, capacity, platform) if program.stats else None
+    if program.stats:
+        memory = _memory(job, program.stats, capacity, platform)
+    else:
+        memory = _memory_in_words(job, program.refused, capacity)
     module = parse_hlo(program.hlo) if program.hlo else None
     rows = collectives(module, dict(mesh.shape), job.paths) if module else []
     buffers = largest_buffers(module, job.paths) if module else []
@@ -283,6 +335,32 @@ def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
     )
     facts = Facts(job.layout, job.batch, job.accumulate, job.paths, module)
     return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
+
+
+def _memory_in_words(job: _Job, refused: str, capacity: int | None) -> Memory | None:
+    """Returns what a compiler says of memory where it refuses a program, as far as it says it."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    told = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", refused)
+    used = re.search(r"Used ([\d.]+)([KMGT]) of", refused)
+    state = job.parameters_bytes + job.optimizer_bytes
+    arguments = state + job.batch_bytes
+    if told is not None:
+        temporaries = int(float(told[1]) * units[told[2]])
+    elif used is not None:
+        temporaries = max(0, int(float(used[1]) * units[used[2]]) - arguments)
+    else:
+        return None
+    return Memory(
+        arguments=arguments,
+        outputs=state,
+        temporaries=temporaries,
+        aliased=state,
+        peak=arguments + temporaries,
+        capacity=capacity,
+        parameters=job.parameters_bytes,
+        optimizer=job.optimizer_bytes,
+        batch=job.batch_bytes,
+    )
 
 
 def _memory(job: _Job, stats: dict[str, int], capacity: int | None, target_platform: str) -> Memory:

@@ -22,9 +22,6 @@ _ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5p-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process dies on the first one's lock
 }
-# Older XLA for TPUs gives up as soon as a program does not fit; with this it goes on, so that
-# one can say what takes the room.
-_GO_ON = {"xla_tpu_no_crash_on_oom": True}
 
 
 def main(request_path: str, folder: str) -> None:
@@ -44,12 +41,6 @@ def main(request_path: str, folder: str) -> None:
     except Exception as error:
         result["error"] = str(error)
         done = None
-        if request["platform"] == "tpu" and "RESOURCE_EXHAUSTED" in str(error):
-            _write(folder, result)  # in case that the next one ends the process
-            try:
-                done = compiled(module, devices, {**options, **_GO_ON})
-            except Exception as second:
-                result["second_error"] = str(second)
     if done is not None:
         stats = done.get_compiled_memory_stats()
         names = [n for n in dir(stats) if n.endswith(("_in_bytes", "_bytes"))]
@@ -67,6 +58,14 @@ def topology_devices(request: dict[str, Any]) -> list[Any]:
     """Returns compile-only devices of the topology that is asked for."""
     from jax.experimental import topologies
 
+    if request["platform"] == "cpu":
+        import jax
+
+        count = 1
+        for size in request["mesh"]:
+            count *= size
+        jax.config.update("jax_num_cpu_devices", count)
+        return list(jax.devices("cpu"))
     if request["platform"] == "tpu":
         return list(
             topologies.get_topology_desc(
@@ -126,8 +125,8 @@ def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
     import numpy as np
     from jax._src import compiler
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     order = np.array([[device.id for device in devices]])
     given = compiler.get_compile_options(
@@ -139,7 +138,10 @@ def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
     with mlir.make_ir_context():
         parsed = ir.Module.parse(module)
         client = devices[0].client
-        return client.compile(parsed, xla_client.DeviceList(tuple(devices)), given)
+        there = xla_client.DeviceList(tuple(devices))
+        if devices[0].platform == "cpu":
+            return client.compile_and_load(parsed, there, given)
+        return client.compile(parsed, there, given)
 
 
 def _end_with(parent: int) -> None:

@@ -134,6 +134,12 @@ class Compiled:
     def __str__(self) -> str:
         """Returns the verdict, memory, collectives by axis with their causes, and findings."""
         parts = [self.verdict]
+        if self.refused and self.hlo:
+            parts.append(
+                "The compiler gives no program that does not fit: causes and collectives below are "
+                "of the same\nstep compiled for as many CPU devices, which is split alike but "
+                "widens bfloat16."
+            )
         if self.memory is not None:
             parts.append(_show_memory(self.memory, self.buffers))
         if self.collectives:

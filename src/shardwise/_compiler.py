@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -62,17 +63,15 @@ def compile_here(lowered: Any) -> Program:
     Raises:
         CompileError: it refused it for another reason than memory.
     """
-    start = time.monotonic()
+    start, refused = time.monotonic(), ""
     with captured_stderr() as noise:
         try:
             done = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise CompileError(f"the compiler refused the step: {_first(error)}") from error
-            refused = str(error)
-        else:
-            refused = ""
-    if refused:
+            done, refused = None, str(error)
+    if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
     found = done.memory_analysis()
     names = [n for n in dir(found) if n.endswith(("_in_bytes", "_bytes"))]
@@ -82,9 +81,10 @@ def compile_here(lowered: Any) -> Program:
 
 def compile_absent(
     module: bytes,
-    target: Target,
+    target: Target | None,
     mesh: Mapping[str, int],
     options: Mapping[str, Any],
+    same: str,
     *,
     show: bool = True,
 ) -> Program:
@@ -92,20 +92,22 @@ def compile_absent(
 
     Args:
         module: StableHLO, as bytecode.
-        target: the chips.
+        target: the chips; None for as many CPU devices, which need not be here either.
         mesh: the sizes of the mesh's axes, in order.
         options: of XLA, by name.
+        same: a text that is the same for the same program, by which it is remembered.
         show: whether to say on the terminal that it is at work.
 
     Raises:
         ValueError: the compiler is not installed.
         CompileError: it refused the topology, or the program for another reason than memory.
     """
-    compiler = require_compiler(target)
     request = {**_topology(target), "mesh": list(mesh.values()), "options": dict(options)}
-    versions = {"jax": jax.__version__, **compiler.versions}
+    versions = {"jax": jax.__version__}
+    if target is not None:
+        versions |= require_compiler(target).versions
     worker = _WORKER.read_text()
-    key = hashlib.sha256(module)
+    key = hashlib.sha256(same.encode())
     key.update(json.dumps([request, versions, worker], sort_keys=True, default=str).encode())
     place = cache_folder() / key.hexdigest()[:32]
     with contextlib.suppress(OSError, ValueError, KeyError):
@@ -117,7 +119,7 @@ def compile_absent(
             json.dumps({**request, "module": str(folder / "module")}, default=str)
         )
         start = time.monotonic()
-        words = f"compiling for {target.device_count} devices of {target}"
+        words = f"compiling for {math.prod(mesh.values())} devices of {target or 'the CPU'}"
         code, noise = _run(folder, words if show else "")
         seconds = time.monotonic() - start
         result = _result(folder, code, noise, target)
@@ -133,8 +135,10 @@ def compile_absent(
     return program
 
 
-def _topology(target: Target) -> dict[str, Any]:
+def _topology(target: Target | None) -> dict[str, Any]:
     """Returns what the worker must know of the chips."""
+    if target is None:
+        return {"platform": "cpu"}
     request: dict[str, Any] = {
         "platform": target.platform,
         "topology": str(target),
@@ -208,11 +212,11 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
     return code, (folder / "noise").read_text(errors="replace")
 
 
-def _result(folder: Path, code: int, noise: str, target: Target) -> dict[str, Any]:
+def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[str, Any]:
     """Returns what the worker wrote, or raises what it says in one sentence."""
     path = folder / "result.json"
     result = json.loads(path.read_text()) if path.exists() else {}
-    if "topology_error" in result:
+    if "topology_error" in result and target is not None:
         raise CompileError(
             f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} knows: "
             f"{_first(result['topology_error'])}"

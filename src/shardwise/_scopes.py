@@ -3,37 +3,52 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import jax
 from flax import nnx
 
+# The name of a module by its place in the model, with the numbers of lists.
+_places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
 
 def module_paths(model: nnx.Module) -> list[str]:
-    """Returns the paths of the modules that can be called."""
-    return [_show(path) for path, module in nnx.iter_modules(model) if path and callable(module)]
+    """Returns the paths of the modules that can be called, with and without numbers of lists.
+
+    Within a transform of Flax a module is another object, whose number is not known.
+    """
+    found = [path for path, module in nnx.iter_modules(model) if path and callable(module)]
+    return list(dict.fromkeys([*map(_show, found), *(_show(_unnumbered(p)) for p in found)]))
 
 
 def scope_modules(model: nnx.Module) -> None:
     """Makes each module's call a named scope; changes `model`, but nothing that it computes."""
-    callable_paths = {path for path, module in nnx.iter_modules(model) if callable(module)}
-    for path, module in nnx.iter_modules(model):
-        if not path or not callable(module):
+    found = {path: m for path, m in nnx.iter_modules(model) if callable(m)}
+    for path, module in found.items():
+        if not path:
             continue
         # Relative to the nearest module around it, whose own scope comes before.
-        outer = next((n for n in range(len(path) - 1, 0, -1) if path[:n] in callable_paths), 0)
-        # Python looks a call up on the class, so the instance gets a class of its own.
-        module.__class__ = _scoped_class(type(module), _show(path[outer:]))
+        outer = next((n for n in range(len(path) - 1, 0, -1) if path[:n] in found), 0)
+        _places[module] = _show(path[outer:])
+        # Python looks a call up on the class, so the instance gets one of its own; the same for
+        # all members of a list, which must stay alike to be stacked.
+        name = _show(_unnumbered(path[outer:]))
+        module.__class__ = _scoped_class(type(module), name)
 
 
 def _show(path: tuple[Any, ...]) -> str:
     return ".".join(map(str, path))
 
 
+def _unnumbered(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(key for key in path if not isinstance(key, int))
+
+
 @functools.lru_cache(maxsize=4096)
-def _scoped_class(base: type[Any], scope: str) -> type[Any]:
+def _scoped_class(base: type[Any], name: str) -> type[Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope):
+        with jax.named_scope(_places.get(self, name)):
             return base.__call__(self, *args, **kwargs)
 
     functools.update_wrapper(call, base.__call__)

@@ -222,11 +222,11 @@ class Blueprint:
 
         def compute(arrays: Arrays, batch: Any, *keys: Any) -> Any:
             model = self.merge(arrays)
-            scope_modules(model)
             if not train:
                 model.eval()
             if isinstance(recipe.remat, Mapping) and train:
                 remat_modules(model, recipe.remat)
+            scope_modules(model)
             out = recipe.loss(model, batch, *[nnx.Rngs(key) for key in keys])
             if not isinstance(out, tuple):
                 out = (out, {})

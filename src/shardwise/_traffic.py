@@ -93,10 +93,21 @@ def collectives(
 
 
 def _collective_instructions(module: Module) -> Iterator[tuple[str, Instruction, int]]:
+    chains = set()
     for computation, times, _ in module.runs():
         for instruction in module.computations.get(computation, ()):
-            if instruction.opcode.removesuffix("-start") in _KINDS:
-                yield computation, instruction, times
+            if instruction.opcode.removesuffix("-start") not in _KINDS:
+                continue
+            # A TPU cuts a collective into a start, a middle and an end, each fused with other
+            # work, and writes it down in all three: they share a channel and a chain.
+            chain = re.search(r'chain_id="?(\w+)', instruction.rest)
+            if chain is not None:
+                channel = re.search(r"channel_id=(\d+)", instruction.rest)
+                key = (chain[1], channel[1] if channel else "")
+                if key in chains:
+                    continue
+                chains.add(key)
+            yield computation, instruction, times
 
 
 def _kind(module: Module, computation: str, instruction: Instruction) -> str:

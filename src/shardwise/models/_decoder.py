@@ -118,7 +118,7 @@ def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False)
     graphdef, state = nnx.split(block)
     policy = getattr(jax.checkpoint_policies, remat)
 
-    # JAX's own rather than Flax's, which would keep a copy of the weights.
+    # JAX's own rather than Flax's, whose traced loop hands the backward pass copies of weights.
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not looped)
     def run(state: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, state)(x)

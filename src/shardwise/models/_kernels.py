@@ -29,17 +29,17 @@ def causal_attention(
         scale: what queries are multiplied with; `depth ** -0.5` if None.
         window: how many positions each one sees, its own included; all before it if None.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     window = None if window is None or window >= q.shape[1] else window
     platform = target_platform()
     if platform == "tpu" and splash_fits(q):
-        mixed = split_splash(q, k, v, scale=scale, window=window)
+        mixed = split_splash(q, k, v, scale=factor, window=window)
         if mixed is not None:
             return mixed
     attend = functools.partial(
         jax.nn.dot_product_attention,
         is_causal=True,
-        scale=scale,
+        scale=factor,
         local_window_size=None if window is None else (window - 1, 0),
     )
     if platform in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def splash(
         block_q_dq=block,
         block_kv_dq=block,
     )
-    kernel = sa.make_splash_mha(
+    kernel: Any = sa.make_splash_mha(
         mask=sa.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
         head_shards=1,
@@ -67,7 +68,8 @@ def splash(
     )
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (scaled, k, v))
-    return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+    mixed: Any = jax.vmap(kernel)(q, k, v)
+    return jnp.swapaxes(mixed, 1, 2)
 
 
 def split_splash(

@@ -1,0 +1,277 @@
+"""Compiling for chips that are not here, by their real compilers."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from test_compile import (
+    FSDP,
+    HIDDEN,
+    KERNEL,
+    SHARD,
+    WIDTH,
+    counted,
+    layout_of,
+    recipe,
+    ring,
+)
+
+import shardwise as sw
+from shardwise import _compilers
+from shardwise._chips import CHIPS, parse_target
+from shardwise._compile_worker import known_fields
+from shardwise._compiler import absent_mesh
+from shardwise._gpu_target import target_config
+
+# --- collectives by hand, by the real compilers ---------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["h100:1x8", "v5e:2x4"])
+def test_fsdp_gathers_kernels_and_scatters_gradients(on):
+    compiled = sw.compile(recipe(), layout_of("data=8", FSDP, on=on))
+    found = counted(compiled)
+    narrow = 2 if on.startswith("v5e") else 1  # a TPU multiplies in bfloat16, and gathers so
+    assert found["data", "all-gather"] == (2, 2 * 7 * SHARD // narrow)
+    assert found["data", "reduce-scatter"][1] == 2 * 7 * SHARD
+    assert sum(sent for (_, kind), (_, sent) in found.items() if kind == "all-reduce") == ring(4, 8)
+    assert {axes for axes, _ in found} == {"data"}
+    assert compiled.flops == (6 * 2 - 2) * WIDTH * HIDDEN * 4096 // 8
+    assert compiled.fits is True and compiled.refused == ""
+    assert compiled.memory.capacity == CHIPS[on.partition(":")[0]].capacity_bytes
+
+
+@pytest.mark.parametrize("on", ["h200:2x4", "v5p:2x2x2"])
+def test_tensor_and_data_parallel(on):
+    """Over model the activation is summed once; over data, the gradients and the loss."""
+    compiled = sw.compile(recipe(), layout_of("data=2,model=4", sw.tensor("model"), on=on))
+    found = counted(compiled)
+    assert found["model", "all-reduce"] == (1, ring(2048 * WIDTH * 4, 4))
+    rest = sum(sent for (axes, _), (_, sent) in found.items() if axes != "model")
+    assert rest == pytest.approx(ring(2 * KERNEL // 4, 2), abs=16)
+    (row,) = [row for row in compiled.collectives if row.axes == ("model",)]
+    assert row.source.module == "down" and "test_compile.py:" in row.source.place
+
+
+POINTS = [
+    ("v4:2x2x1", "data=4", FSDP),
+    ("v6e:2x4", "data=2,model=4", [sw.tensor("model"), FSDP]),
+    ("tpu7x:2x2x1", "data=8", FSDP),
+    ("a100:1x8", "data=2,model=4", [sw.tensor("model"), FSDP]),
+    ("b200:2x4", "data=8", "dp"),
+]
+
+
+@pytest.mark.parametrize(("on", "axes", "rules"), POINTS, ids=[on for on, _, _ in POINTS])
+def test_state_bytes_are_the_compiler_s_arguments(on, axes, rules):
+    given = recipe((512, 2048), model=wide, optimizer=optax.adamw(1e-3))
+    inputs = jax.ShapeDtypeStruct((512, 2048), "float32")
+    memory = sw.compile(given, sw.layout(wide, sw.mesh(axes, on=on), rules, inputs=inputs)).memory
+    whole = memory.parameters + memory.optimizer + memory.batch
+    assert whole <= memory.arguments <= whole * 1.005
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+
+class Wide(nnx.Module):
+    """Layers whose activations are kept for the backward pass."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(2048, 2048, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def wide():
+    return Wide(nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("on", ["v5e:2x2", "h100:1x4"])
+def test_what_does_not_fit_is_a_finding_not_a_traceback(on):
+    """Some 2 million rows of 8 KiB each."""
+    given = recipe((2**23, 2048), model=wide)
+    compiled = sw.compile(given, sw.layout(wide, sw.mesh("data=4", on=on), "dp"))
+    assert compiled.fits is False and compiled.spare_bytes < 0
+    assert compiled.verdict.startswith("does not fit: needs ")
+    finding = next(f for f in compiled.findings if f.code == "SW301")
+    assert finding.severity == "error" and finding.path == f"data=4 on {on}"
+    assert "more than the" in finding.message and "accumulate" in finding.help
+    assert re.search(
+        r"largest temporaries: f32\[2097152,2048\].*test_absent\.py:\d+", finding.context
+    )
+    assert "Traceback" not in str(compiled)
+
+
+# --- the process stays clean ----------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys
+before = dict(os.environ)
+import jax, jax.numpy as jnp, optax, shardwise as sw
+from flax import nnx
+make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+recipe = sw.Recipe(model=make, loss=lambda m, x: m(x).mean(), optimizer=optax.sgd(0.1),
+                   batch=jax.ShapeDtypeStruct((64, 64), "float32"))
+for on in ("v5e:2x2", "h100:1x4"):
+    compiled = sw.compile(recipe, sw.layout(make, sw.mesh("data=4", on=on), "dp"))
+    assert compiled.fits, compiled
+    print(on, len(compiled.collectives))
+assert dict(os.environ) == before
+assert jax.devices()[0].platform == "cpu"
+print(float(jax.jit(lambda x: x @ x)(jnp.ones((8, 8)))[0, 0]))
+"""
+
+
+def test_two_kinds_of_chips_in_one_process_and_two_processes_at_once(tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    environment["SHARDWISE_CACHE"] = str(tmp_path)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in started:
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert out.splitlines() == ["v5e:2x2 1", "h100:1x4 1", "8.0"]
+        assert err == ""
+
+
+def test_what_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    planned = layout_of("data=4", "dp", on="v5e:2x2", batch=512)
+    first = sw.compile(recipe(batch=512), planned)
+    again = sw.compile(recipe(batch=512), planned)
+    assert not first.cached and again.cached
+    assert again.to_dict() | {"cached": False} == first.to_dict()
+    other = sw.compile(recipe(batch=1024), planned)
+    assert not other.cached
+    for path in tmp_path.rglob("program.json"):
+        path.write_text("{")  # a cache that is damaged is compiled anew
+    assert not sw.compile(recipe(batch=512), planned).cached
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on", "axes", "told"),
+    [
+        (
+            "v5p:3x5x7",
+            "data=105",
+            "on='v5p:3x5x7' is not a topology that the compiler of v5p knows",
+        ),
+        ("v5e:16x32", "data=512", "the compiler for on='v5e:16x32' was ended by signal 6"),
+    ],
+)
+def test_an_impossible_topology(on, axes, told):
+    batch = 105 * 8 if "105" in axes else 512
+    with pytest.raises(sw.CompileError, match=re.escape(told)):
+        sw.compile(recipe(batch=batch), layout_of(axes, "dp", on=on))
+
+
+def test_a_compiler_that_is_not_installed(monkeypatch):
+    real = _compilers._version
+    planned = layout_of("data=4", "dp", on="v5e:2x2")
+    monkeypatch.setattr(_compilers, "_version", lambda n: None if n == "libtpu" else real(n))
+    with pytest.raises(ValueError, match=r'not installed: pip install "shardwise\[tpu\]"$'):
+        sw.compile(recipe(), planned)
+    monkeypatch.setattr(_compilers, "_version", lambda n: "0.0.1" if n == "libtpu" else real(n))
+    with pytest.raises(ValueError, match=r'but 0\.0\.1 is installed: pip install "jax\[tpu\]==\d'):
+        sw.compile(recipe(), planned)
+    planned = layout_of("data=4", "dp", on="h100:1x4")
+    monkeypatch.setattr(_compilers, "_version", lambda n: None if "cuda" in n else real(n))
+    with pytest.raises(ValueError, match=r'not installed: pip install "shardwise\[gpu\]"$'):
+        sw.compile(recipe(), planned)
+    monkeypatch.setattr(_compilers, "_version", lambda n: "0.1" if "pjrt" in n else real(n))
+    with pytest.raises(ValueError, match=r"jax-cuda13-pjrt of jaxlib's version .* but it is 0\.1"):
+        sw.compile(recipe(), planned)
+
+
+def test_fields_that_a_version_does_not_know_are_left_out():
+    absent_mesh(parse_target("h100:1x1"), sw.mesh("data=1", on="h100:1x1"))  # finds the plugin
+    config = target_config(parse_target("h100:1x1"))
+    odd = config.replace("  core_count:", "  no_such_field: 7\n  core_count:")
+    kept = known_fields(odd, "1x1x1")
+    assert "no_such_field" not in kept and "core_count: 132" in kept
+    assert known_fields(kept, "1x1x1") == kept
+
+
+def test_programs_partitioned_by_python_functions():
+    """As cuDNN's attention is: they cannot leave the process, and are compiled in it."""
+    from jax.experimental.custom_partitioning import custom_partitioning
+
+    @custom_partitioning
+    def double(x):
+        return x * 2
+
+    def partition(mesh, args, result):
+        sharding = args[0].sharding
+        return mesh, lambda x: x * 2, sharding, (sharding,)
+
+    double.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        sharding_rule="i j -> i j",
+    )
+    planned = layout_of("data=4", "dp", on="h100:1x4")
+    compiled = sw.compile(recipe(batch=512, loss=lambda m, x: jnp.mean(
+        jax.lax.stop_gradient(double(x)) * m(x))), planned)  # fmt: skip
+    assert compiled.fits and compiled.target == "h100:1x4"
+    assert {row.axes for row in compiled.collectives} == {("data",)}
+
+
+def test_a_worker_ends_with_the_process_that_asked(tmp_path):
+    code = SCRIPT.replace("for on in", "print('ready', flush=True)\nfor on in")
+    environment = {**os.environ, "SHARDWISE_CACHE": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    done = threading.Event()
+    for _ in range(300):
+        workers = _children(process.pid)
+        if workers or done.wait(0.1):
+            break
+    assert workers
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    for _ in range(100):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in workers):
+            break
+        done.wait(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
+
+
+def _children(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+def test_a_mesh_that_no_torus_axes_make_up():
+    """data=2,model=8 of 4x4 cannot be had without splitting a physical axis."""
+    planned = layout_of("data=2,model=8", sw.tensor("model"), on="v5p:2x2x4")
+    compiled = sw.compile(recipe(batch=512), planned)
+    assert compiled.mesh == {"data": 2, "model": 8}
+    assert P("model") is not None

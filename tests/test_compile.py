@@ -1,0 +1,317 @@
+"""Compiling steps: collectives derived by hand, memory against live arrays, and findings."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import shardwise as sw
+from shardwise._compile_findings import _INVOLUNTARY
+from shardwise._step import blueprint
+
+WIDTH, HIDDEN = 64, 128
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def make():
+    return Mlp(nnx.Rngs(0))
+
+
+def loss(model, x):
+    return jnp.mean(model(x) ** 2)
+
+
+def recipe(batch=4096, **options):
+    given = {"model": make, "loss": loss, "optimizer": optax.sgd(0.1)}
+    shape = (batch, WIDTH) if isinstance(batch, int) else batch
+    given["batch"] = jax.ShapeDtypeStruct(shape, "float32")
+    return sw.Recipe(**{**given, **options})
+
+
+def layout_of(axes, rules, on="cpu:8", model=make, batch=4096):
+    inputs = jax.ShapeDtypeStruct((batch, WIDTH), "float32")
+    return sw.layout(model, sw.mesh(axes, on=on), rules, inputs=inputs)
+
+
+FSDP = sw.fsdp("data", min_bytes=0)
+KERNEL = WIDTH * HIDDEN * 4
+SHARD = KERNEL // 8
+
+
+def ring(size, devices):
+    return 2 * (devices - 1) * size // devices
+
+
+def counted(compiled):
+    """Arrays and bytes by axis and kind, since compilers put several arrays into one collective."""
+    found = {}
+    for row in compiled.collectives:
+        key = (",".join(row.axes), row.kind)
+        arrays, sent = found.get(key, (0, 0))
+        found[key] = (arrays + row.arrays * row.times, sent + row.step_bytes)
+    return found
+
+
+# --- collectives by hand --------------------------------------------------------------------------
+
+
+def test_data_parallel():
+    """Both gradients and the loss are summed over data."""
+    compiled = sw.compile(recipe(), layout_of("data=8", "dp"))
+    assert counted(compiled) == {("data", "all-reduce"): (3, ring(2 * KERNEL + 4, 8))}
+
+
+def test_fsdp():
+    """Each kernel is gathered once, and its gradient summed (the CPU has no reduce-scatter)."""
+    compiled = sw.compile(recipe(), layout_of("data=8", FSDP))
+    assert counted(compiled) == {
+        ("data", "all-gather"): (2, 2 * 7 * SHARD),
+        ("data", "all-reduce"): (3, ring(2 * KERNEL + 4, 8)),
+    }
+    gathers = {row.source.leaf for row in compiled.collectives if row.kind == "all-gather"}
+    assert gathers == {"up.kernel", "down.kernel"}
+
+
+def test_tensor():
+    """The activation is summed once forward; backward, nobody asks for the input's gradient."""
+    compiled = sw.compile(recipe(), layout_of("data=1,model=8", sw.tensor("model")))
+    assert counted(compiled) == {("model", "all-reduce"): (1, ring(4096 * WIDTH * 4, 8))}
+    (row,) = compiled.collectives
+    assert row.source.module == "down" and "test_compile.py:" in row.source.place
+    assert not row.source.backward
+
+
+def test_pipeline():
+    """One permute for each tick, forward and backward."""
+    stages, micro, rows = 4, 8, 64
+
+    class Stage(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return nnx.relu(self.linear(x))
+
+    class Staged(nnx.Module):
+        def __init__(self, rngs):
+            self.stages = nnx.List([Stage(rngs) for _ in range(stages)])
+
+        def __call__(self, x):
+            return sw.pipeline(self.stages, axis="stage", microbatches=micro)(x)
+
+    def staged():
+        return Staged(nnx.Rngs(0))
+
+    mesh = sw.mesh("stage=4", on="cpu:4")
+    planned = sw.layout(staged, mesh, {"**": P()})
+    compiled = sw.compile(recipe(micro * rows, model=staged), planned)
+    sent = [r for r in compiled.collectives if r.source.op == "ppermute"]
+    assert {(row.kind, row.axes) for row in sent} == {("collective-permute", ("stage",))}
+    moved = {row.bytes for row in sent}
+    ticks = micro + stages - 1
+    assert moved == {rows * WIDTH * 4}
+    assert [row.times for row in sent] == [ticks, ticks]
+
+
+def test_times_are_multiplied_by_loops():
+    """Accumulation over 4 parts sums the activation 4 times."""
+    once = sw.compile(recipe(), layout_of("data=1,model=8", sw.tensor("model")))
+    parts = sw.compile(recipe(accumulate=4), layout_of("data=1,model=8", sw.tensor("model")))
+    assert sum(row.times for row in parts.collectives) == 4
+    assert parts.flops == once.flops
+    assert sum(r.step_bytes for r in parts.collectives) == sum(
+        r.step_bytes for r in once.collectives
+    )
+
+
+def test_flops_are_those_of_the_arithmetic():
+    """6·N·rows, but for the first layer's input, whose gradient is not needed."""
+    compiled = sw.compile(recipe(), layout_of("data=8", "dp"))
+    assert compiled.flops == (6 * 2 - 2) * WIDTH * HIDDEN * 4096 // 8
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+STATES = [("data=8", "dp"), ("data=8", FSDP), ("data=2,model=4", [sw.tensor("model"), FSDP])]
+
+
+@pytest.mark.parametrize(("axes", "rules"), STATES, ids=["dp", "fsdp", "fsdp+tensor"])
+def test_parts_are_the_bytes_of_live_arrays(axes, rules):
+    given = recipe(optimizer=optax.adamw(1e-3), ema=0.9)
+    planned = layout_of(axes, rules)
+    compiled = sw.compile(given, planned)
+    state = sw.train_state(given, planned)
+
+    def held(tree):
+        shards = (x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+        return sum(shards)
+
+    memory = compiled.memory
+    assert memory.parameters == held(state.model)
+    assert memory.optimizer == held((state.optimizer, state.ema))
+    assert memory.batch == 4096 * WIDTH * 4 // planned.mesh.shape["data"]
+    whole = memory.parameters + memory.optimizer + memory.batch + 4  # and the step's number
+    assert memory.arguments == pytest.approx(whole, rel=0.005)
+    assert memory.aliased == memory.parameters + memory.optimizer + 4
+    assert memory.peak == (memory.arguments + memory.outputs - memory.aliased + memory.temporaries)
+
+
+def test_it_is_the_program_that_runs():
+    """The very program of train_step, by its text."""
+    given, planned = recipe(), layout_of("data=8", FSDP)
+    step = sw.train_step(given, planned)
+    plan = blueprint(given, planned)
+    running = step.jitted.lower(plan.abstract, plan.batch).compile()
+    assert running.as_text() == sw.compile(given, planned).hlo
+
+
+def test_largest_buffers_are_named():
+    compiled = sw.compile(recipe(), layout_of("data=8", "dp"))
+    first = compiled.buffers[0]
+    assert first.shape == f"f32[512,{HIDDEN}]" and first.bytes == 512 * HIDDEN * 4
+    assert first.source.module == "up" and "test_compile.py:" in first.source.place
+    sizes = [row.total_bytes for row in compiled.buffers]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) <= 10
+
+
+def test_a_device_of_unknown_size_gets_no_verdict():
+    compiled = sw.compile(recipe(), layout_of("data=8", "dp"))
+    assert compiled.fits is None and compiled.spare_bytes is None
+    assert compiled.verdict.startswith("needs ") and compiled.verdict.endswith("cpu (compiled)")
+
+
+def test_forward_alone():
+    planned = layout_of("data=1,model=8", sw.tensor("model"))
+    inputs = jax.ShapeDtypeStruct((32, WIDTH), "float32")
+    compiled = sw.compile(make, planned, inputs=inputs)
+    assert compiled.flops == 2 * 2 * WIDTH * HIDDEN * 32 // 8
+    assert compiled.memory.optimizer == 0
+    assert counted(compiled) == {("model", "all-reduce"): (1, ring(32 * WIDTH * 4, 8))}
+
+
+# --- findings -------------------------------------------------------------------------------------
+
+
+def small_memory(compiled, capacity):
+    """The same compilation on a device of another size, and what is found there."""
+    memory = dataclasses.replace(compiled.memory, capacity=capacity)
+    return dataclasses.replace(compiled, memory=memory, platform="gpu", target="h100:1x8")
+
+
+def test_a_whole_batch_on_every_device_is_found():
+    """A constraint that loses the batch's split, as an embedding lookup does."""
+
+    def whole_loss(model, x):
+        hidden = nnx.relu(model.up(x))
+        hidden = jax.lax.with_sharding_constraint(hidden, P(None, None))
+        return jnp.mean(model.down(hidden) ** 2)
+
+    compiled = sw.compile(recipe(loss=whole_loss), layout_of("data=8", "dp"))
+    found = [finding for finding in compiled.findings if finding.code == "SW302"]
+    assert any(f"f32[4096,{HIDDEN}] holds the whole batch" in f.message for f in found)
+    assert all("test_compile.py:" in finding.path for finding in found)
+    clean = sw.compile(recipe(), layout_of("data=8", "dp"))
+    assert not [finding for finding in clean.findings if finding.code == "SW302"]
+
+
+def test_xla_s_own_warning_is_parsed():
+    line = (
+        "W1116 spmd_partitioner.cc:652] [SPMD] Involuntary full rematerialization. The compiler was "
+        "not able to go from sharding {devices=[1,8]<=[8]} to {devices=[8,1]<=[8]} without doing a "
+        "full rematerialization of the tensor for HLO operation: %gather = f32[64,512]{1,0} "
+        'gather(%p), metadata={op_name="jit(step)/gather" source_file="/a/model.py" source_line=3}.'
+    )
+    assert _INVOLUNTARY.search(line)
+
+
+# --- saved, compared ------------------------------------------------------------------------------
+
+
+def test_saved_and_compared(tmp_path):
+    one = sw.compile(recipe(), layout_of("data=8", "dp"))
+    two = sw.compile(recipe(), layout_of("data=8", FSDP))
+    one.save(tmp_path / "one.json")
+    again = sw.load_compiled(tmp_path / "one.json")
+    assert not sw.diff(again, one) and str(sw.diff(again, one)) == "no difference"
+    assert again.memory == one.memory and again.collectives == one.collectives
+    found = sw.diff(again, two)
+    assert found and found.memory["parameters"] == (2 * KERNEL, 2 * SHARD)
+    assert sorted(row.source.leaf for row, _ in found.added) == ["down.kernel", "up.kernel"]
+    text = str(found)
+    assert "parameters 64.0 KiB -> 8.0 KiB (-56.0 KiB, compiled)" in text
+    assert "+ 1 all-gather over data of " in text and "up.kernel" in text
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[]"])
+def test_a_file_of_something_else(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no saved compilation"):
+        sw.load_compiled(path)
+    with pytest.raises(ValueError, match="is no saved compilation"):
+        sw.load_compiled(tmp_path / "none.json")
+
+
+def test_json_has_the_names_that_are_documented(tmp_path):
+    found = json.loads(json.dumps(sw.compile(recipe(), layout_of("data=8", "dp")).to_dict()))
+    assert {"fits", "memory", "collectives", "findings", "flops"} <= set(found)
+    assert {"peak", "arguments", "outputs", "temporaries", "aliased", "capacity"} <= set(
+        found["memory"]
+    )
+    assert found["by_axis"]["data"]["all-reduce"]["bytes"] == ring(2 * KERNEL + 4, 8)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_no_devices():
+    with pytest.raises(ValueError, match="mesh data=8 has no devices to compile for: make it with"):
+        sw.compile(recipe(), layout_of("data=8", "dp", on="none"))
+
+
+def test_a_layout_with_errors_is_refused_before():
+    planned = layout_of("data=8", {"up.kernel": P("data", "data")})
+    with pytest.raises(sw.LayoutError, match="SW102"):
+        sw.compile(recipe(), planned)
+
+
+def test_a_loss_that_cannot_be_traced_shows_the_user_s_frames_alone():
+    def broken(model, x):
+        return model(x) @ jnp.ones((3, 3))
+
+    with pytest.raises(ValueError, match="the step cannot be traced") as caught:
+        sw.compile(recipe(loss=broken), layout_of("data=8", "dp"))
+    text = str(caught.value)
+    assert "return model(x) @ jnp.ones((3, 3))" in text and "TypeError" in text
+    assert "site-packages" not in text and "_step.py" not in text
+
+
+def test_inputs_belong_to_models():
+    planned = layout_of("data=8", "dp")
+    with pytest.raises(ValueError, match="compiled with inputs="):
+        sw.compile(make, planned)
+    with pytest.raises(ValueError, match="a recipe has its batch"):
+        sw.compile(recipe(), planned, inputs=jnp.ones((8, WIDTH)))
+
+
+def test_nothing_is_printed(capfd):
+    sw.compile(recipe(batch=512), layout_of("data=8", FSDP))
+    told = capfd.readouterr()
+    assert told.out == "" and told.err == ""
+    assert np.isfinite(float(sw.train_step(recipe(batch=512), layout_of("data=8", FSDP))(
+        sw.train_state(recipe(batch=512), layout_of("data=8", FSDP)), np.ones((512, WIDTH), "f4")
+    )[1]["loss"]))  # fmt: skip
