@@ -55,9 +55,35 @@ def largest_buffers(module: Module, paths: Collection[str], most: int = 10) -> l
             continue  # it is the result, not a temporary
         instruction = module.by_name[computation][name]
         shape = max(instruction.shapes, key=lambda s: s.nbytes)
-        counted[(str(shape), shape.nbytes, source_of(module, instruction, paths))] += 1
+        source = source_of(module, instruction, paths)
+        if not source.place:
+            # What a loop fills was made empty before it: whoever fills it is its cause.
+            writer = _loop_writer(module, computation, name)
+            source = source_of(module, writer, paths) if writer is not None else source
+        counted[(str(shape), shape.nbytes, source)] += 1
     rows = [Buffer(shape, size, n, source) for (shape, size, source), n in counted.items()]
     return sorted(rows, key=lambda row: -row.total_bytes)[:most]
+
+
+def _loop_writer(module: Module, computation: str, name: str) -> Instruction | None:
+    """Returns what a loop's body writes into a buffer that was made before the loop."""
+    own = module.by_name[computation]
+    for instruction in own.values():
+        if instruction.opcode != "tuple" or name not in instruction.operands:
+            continue
+        index = instruction.operands.index(name)
+        for loop in own.values():
+            if loop.opcode != "while" or loop.operands[:1] != (instruction.name,):
+                continue
+            for body in loop.called:
+                inside = module.computations.get(body, [])
+                if not inside or inside[-1].opcode != "tuple":
+                    continue
+                written = inside[-1].operands[index : index + 1]
+                found = module.by_name[body].get(written[0]) if written else None
+                if found is not None and found.op_name:
+                    return found
+    return None
 
 
 def _peak(module: Module, computation: str, known: dict[str, _Alive]) -> _Alive:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from . import _cli_plan, _cli_run
+from . import _cli_compile, _cli_plan, _cli_run
 from ._cli_options import app
 from ._target import last_frame
 
-__all__ = ["_cli_plan", "_cli_run", "app", "main"]
+__all__ = ["_cli_compile", "_cli_plan", "_cli_run", "app", "main"]
 
 
 def main() -> None:

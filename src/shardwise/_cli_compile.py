@@ -18,6 +18,7 @@ from ._cli_options import (
     InputsOption,
     MeshOption,
     OnOption,
+    RematOption,
     RulesOption,
     StrategyOption,
     Target,
@@ -63,6 +64,7 @@ def compile_command(
     rules: RulesOption = None,
     inputs: InputsOption = None,
     batch: BatchOption = None,
+    remat: RematOption = None,
     save: Annotated[
         str | None,
         typer.Option("--save", metavar="FILE", help="Write it as JSON, to compare with later."),
@@ -72,7 +74,7 @@ def compile_command(
     ] = PlanFormat.text,
 ) -> None:
     """Compiles a step and says what it costs."""
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
     shapes = parse_inputs(inputs) if inputs is not None else None
     compiled = (
         compile_step(found, made)

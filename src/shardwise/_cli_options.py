@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from typing import Annotated, Any
 
@@ -66,6 +67,15 @@ BatchOption = Annotated[
         help="The batch's first dims, such as 256 or 256x4096 (sequences x tokens).",
     ),
 ]
+RematOption = Annotated[
+    str | None,
+    typer.Option(
+        "--remat",
+        metavar="POLICY",
+        help="What is kept for the backward pass: a name of jax.checkpoint_policies, or none for "
+        "no rematerialisation. Published shapes keep nothing of a block unless told.",
+    ),
+]
 InputsOption = Annotated[
     str | None,
     typer.Option(
@@ -97,6 +107,7 @@ def lay_out(
     rules: str | None,
     inputs: str | None,
     batch: str | None = None,
+    remat: str | None = None,
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
     sizes = parse_batch(batch) if batch is not None else None
@@ -115,11 +126,17 @@ def lay_out(
     # What the user's own code prints must not stand in our output.
     with contextlib.redirect_stdout(sys.stderr):
         if is_named(target):
-            found: Any = named_recipe(target, sizes)
+            policy = remat or "nothing_saveable"
+            found: Any = named_recipe(target, sizes, None if policy == "none" else policy)
             # Its model takes the batch as it is, so it can always be traced.
             shapes = shapes or (found.batch,)
         else:
             found = load_target(target)
+            if remat is not None:
+                if not isinstance(found, Recipe):
+                    raise ValueError(f"--remat is for a recipe: target {target!r} is none")
+                policy = None if remat == "none" else remat
+                found = dataclasses.replace(found, remat=policy)
             if sizes is not None:
                 if not isinstance(found, Recipe):
                     raise ValueError(f"--batch is for a recipe: target {target!r} is none")

@@ -138,7 +138,7 @@ class Compiled:
             parts.append(
                 "The compiler gives no program that does not fit: causes and collectives below are "
                 "of the same\nstep compiled for as many CPU devices, which is split alike but "
-                "widens bfloat16."
+                "widens bfloat16 and has plain attention."
             )
         if self.memory is not None:
             parts.append(_show_memory(self.memory, self.buffers))

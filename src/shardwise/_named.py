@@ -13,7 +13,7 @@ import jax
 import optax
 from flax import nnx
 
-from ._recipe import Recipe
+from ._recipe import Recipe, remat_policy
 from .models import CONFIGS, Decoder, next_token_loss
 
 _DEFAULT_BATCH = (8, 2048)
@@ -39,19 +39,31 @@ def make_named(name: str) -> Callable[[], nnx.Module]:
     return functools.partial(_make, name)
 
 
-def _make(name: str) -> nnx.Module:
-    return Decoder(CONFIGS[name], rngs=nnx.Rngs(0))
+def _make(name: str, remat: str | None = None) -> nnx.Module:
+    return Decoder(dataclasses.replace(CONFIGS[name], remat=remat), rngs=nnx.Rngs(0))
 
 
-def named_recipe(name: str, batch: tuple[int, ...] | None) -> Recipe:
-    """Returns a recipe that trains a published shape: AdamW, bfloat16 compute, f32 parameters."""
+def named_recipe(
+    name: str, batch: tuple[int, ...] | None, remat: str | None = "nothing_saveable"
+) -> Recipe:
+    """Returns a recipe that trains a published shape: AdamW, bfloat16 compute, f32 parameters.
+
+    Args:
+        name: of the shape.
+        batch: sequences and tokens of each.
+        remat: what each block keeps for the backward pass, of `jax.checkpoint_policies`; all of
+            it if None.
+    """
     sizes = batch or _DEFAULT_BATCH
     if len(sizes) != 2:
         raise ValueError(
             f"--batch {'x'.join(map(str, sizes))}: {name} takes sequences x tokens, such as 256x4096"
         )
+    make_named(name)  # is it one?
+    if remat is not None:
+        remat_policy(remat)
     return Recipe(
-        model=make_named(name),
+        model=functools.partial(_make, name, remat),
         loss=next_token_loss,
         optimizer=optax.adamw(1e-4),
         batch=jax.ShapeDtypeStruct(sizes, "int32"),
