@@ -158,6 +158,7 @@ class Watch:
         self._loss: _Loss | None = None
         self._named = False
         self._naming = threading.RLock()
+        self._stopped = threading.Event()
 
     def guard(self, starting: str = "") -> None:
         """Installs the last words of this process: JAX calls abort() when a process is lost."""
@@ -179,7 +180,23 @@ class Watch:
         who = json.dumps([socket.gethostname(), os.getpid(), _pid_space()])
         _store().key_value_set(f"shardwise/process/{self.processes.index}", who)
         atexit.register(self._leave)
-        threading.Thread(target=self._run, name="shardwise-watch", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
+        shut_down = runtime.global_state.shutdown
+
+        def shut_down_all() -> None:
+            # JAX's runtime first, whose end the watch may have to explain. A thread that still
+            # talks to it in C++ when Python ends is ended there, and takes the process with it.
+            runtime.global_state.shutdown = shut_down
+            try:
+                shut_down()
+            finally:
+                self._stopped.set()
+                thread.join(timeout=10)
+                if hasattr(self, "_libc"):
+                    self._libc.signal(signal.SIGABRT, self._before)
+
+        runtime.global_state.shutdown = shut_down_all
+        thread.start()
 
     def find_for(self, error: Any) -> _Loss | None:
         """Returns the loss behind an error of XLA, or None where it speaks of something else."""
@@ -226,7 +243,7 @@ class Watch:
 
     def _run(self) -> None:
         beat = 0
-        while jax.distributed.is_initialized():
+        while jax.distributed.is_initialized() and not self._stopped.is_set():
             loss = None
             # An error of the store is the coordinator's loss: JAX ends the process for that.
             with contextlib.suppress(Exception):
@@ -243,7 +260,7 @@ class Watch:
                 time.sleep(_GRACE_SECONDS)
                 if not self._raised:
                     self._end(LOST_EXIT_CODE)
-            time.sleep(self._interval)
+            self._stopped.wait(self._interval)
 
     def _look(self, quiet_seconds: float | None) -> _Loss | None:
         """Returns what is lost at present; silence counts after `quiet_seconds`, if ever."""
