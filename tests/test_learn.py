@@ -16,4 +16,10 @@ def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
 
 
 def test_there_are_pages():
-    assert [page.stem for page in PAGES] == ["checkpoints", "many_hosts", "training", "shard_map"]
+    assert [page.stem for page in PAGES] == [
+        "absent_chips",
+        "checkpoints",
+        "many_hosts",
+        "training",
+        "shard_map",
+    ]
