@@ -1,11 +1,14 @@
 """Each file under examples/ runs simulated and on eight devices, and is right both times."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-FILES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FILES = sorted(EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("real", [False, True], ids=["simulated", "real"])
@@ -26,3 +29,16 @@ def test_it_is_one_page(file):
     lines = file.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 80
     assert f"python examples/{file.name} --real" in "\n".join(lines[:6])
+
+
+def test_the_budget_of_a_user_s_own_test():
+    """As a user would run it."""
+    path = EXAMPLES / "ci" / "test_budget.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "..." in done.stdout

@@ -46,9 +46,9 @@ def assert_budget(
         ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((32, 64), "float32"))
         >>> compiled = sw.compile(recipe, sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp"))
         >>> sw.assert_budget(compiled, peak_bytes=100_000, collectives={"data": {"all-reduce": 1}})
-        >>> sw.assert_budget(compiled, peak_bytes=1000)
+        >>> sw.assert_budget(compiled, flops=1000)
         Traceback (most recent call last):
-        shardwise._budget.BudgetExceeded: the step needs 49.5 KiB on each device (compiled), its budget is 1000 B
+        shardwise._budget.BudgetExceeded: a device does 6.554e+04 flops in a step (compiled), its budget is 1000
     """
     wrong = [*_memory(compiled, peak_bytes, temporaries_bytes)]
     found = compiled.by_axis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 import subprocess
 import sys
 from typing import Annotated
@@ -23,14 +24,15 @@ from ._cli_options import (
     StrategyOption,
     Target,
     app,
+    compile_target,
     lay_out,
+    require_devices,
+    require_writable,
+    save_to,
 )
 from ._cli_plan import PlanFormat
-from ._compile import compile as compile_step
 from ._compilers import find_compiler
-from ._recipe import Recipe
 from ._table import show_bytes, text_table
-from ._target import parse_inputs
 
 
 @app.command(
@@ -74,20 +76,15 @@ def compile_command(
     ] = PlanFormat.text,
 ) -> None:
     """Compiles a step and says what it costs."""
+    require_devices(on)
+    require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
-    shapes = parse_inputs(inputs) if inputs is not None else None
-    compiled = (
-        compile_step(found, made)
-        if isinstance(found, Recipe)
-        else compile_step(found, made, inputs=shapes)
-    )
+    compiled = compile_target(target, found, made, inputs)
     if format is PlanFormat.json:
         typer.echo(json.dumps(compiled.to_dict(), indent=2))
     else:
         typer.echo(str(compiled))
-    if save is not None:
-        compiled.save(save)
-        typer.echo(f"saved {save}", err=True)
+    save_to(save, compiled)
     raise typer.Exit(1 if compiled.fits is False else 0)
 
 
@@ -159,23 +156,24 @@ def doctor() -> None:
         found = find_compiler(kind)
         names = ", ".join(chip.name for chip in CHIPS.values() if chip.platform == kind)
         if found.problem:
-            typer.echo(f"{chips_of} compiler ({names}): no; it {found.problem}")
+            typer.echo(f"{chips_of} compiler ({names}): no; a mesh of them {found.problem}")
         else:
             have = ", ".join(f"{name} {version}" for name, version in found.versions.items())
             typer.echo(f"{chips_of} compiler ({names}): yes, {have}")
+    cudnn_name = f"nvidia-cudnn-cu{'12' if 'jax-cuda12-plugin' in found.versions else '13'}"
     try:
-        cudnn = importlib.metadata.version("nvidia-cudnn-cu13")
+        cudnn = importlib.metadata.version(cudnn_name)
         typer.echo(f"cuDNN, for its attention on absent GPUs: yes, {cudnn}")
     except importlib.metadata.PackageNotFoundError:
         typer.echo(
             "cuDNN, for its attention on absent GPUs: no, XLA's attention is compiled instead; "
-            "pip install nvidia-cudnn-cu13"
+            f"pip install {cudnn_name}"
         )
 
 
 def _devices() -> str:
     """Returns what JAX finds, asked in a process of its own: it may print, hang or crash."""
-    code = "import jax; d = jax.devices(); print(len(d), d[0].device_kind, d[0].platform)"
+    code = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
@@ -185,4 +183,8 @@ def _devices() -> str:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return f"none: {lines[-1] if lines else 'JAX ended the process'}"
-    return done.stdout.strip().splitlines()[-1]
+    count, kind, name = done.stdout.strip().splitlines()[-1].split(";", 2)
+    told = f"{count} x {name}" if name == kind else f"{count} x {name} ({kind})"
+    # Here alone is said why an accelerator that is here is not used.
+    why = re.findall(r"^\w*Error: .*$", done.stderr, re.M)
+    return f"{told}; of others JAX says: {why[-1]}" if kind == "cpu" and why else told

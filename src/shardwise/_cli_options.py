@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import typer
 
+from ._compile import compile as compile_step
+from ._compiled import Compiled
+from ._compiler import captured_stderr
+from ._findings import LayoutError
 from ._layout import Layout, layout
 from ._mesh import mesh as make_mesh
+from ._mesh import target_of
 from ._named import is_named, named_recipe, parse_batch, with_batch
-from ._recipe import Recipe
+from ._recipe import Recipe, remat_policy
 from ._rules_file import read_rules
 from ._target import load_target, parse_inputs
 
@@ -111,11 +120,17 @@ def lay_out(
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
     sizes = parse_batch(batch) if batch is not None else None
-    if on != "here":
+    if remat is not None:
+        _require_policy(remat)
+    # The mesh comes first: importing the target may start a backend with too few devices.
+    if on == "here":
+        # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
+        with captured_stderr():
+            made_mesh = make_mesh(mesh)
+    else:
         # No accelerator is meant, so none is looked for, nor heard of.
         jax.config.update("jax_platforms", "cpu")
-    # The mesh comes first: importing the target may start a backend with too few devices.
-    made_mesh = make_mesh(mesh, on=None if on == "here" else on)
+        made_mesh = make_mesh(mesh, on=on)
     shapes = parse_inputs(inputs) if inputs is not None else None
     file = read_rules(rules) if rules is not None else None
     given: list[Any] = list(file.rules) if file is not None else []
@@ -147,3 +162,93 @@ def lay_out(
         except SystemExit as error:
             raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
     return found, made
+
+
+def _require_policy(remat: str) -> None:
+    if remat == "none":
+        return
+    try:
+        remat_policy(remat)
+    except ValueError as error:
+        # A shell cannot give a policy itself.
+        text = str(error).removeprefix("remat=").partition("; others")[0]
+        raise ValueError(f"--remat {text}; or none, for no rematerialisation") from error
+
+
+def require_devices(on: str) -> None:
+    """Raises if there is nothing to compile for."""
+    if on == "none":
+        raise ValueError(
+            "--on none has no devices to compile for: name chips, such as --on v5p:4x8x8 or "
+            "--on h100:8x8, or virtual devices, such as --on cpu:8"
+        )
+
+
+def compile_target(target: str, found: Any, made: Layout, inputs: str | None) -> Compiled:
+    """Returns what the compiler makes of what `lay_out` returned.
+
+    Raises:
+        ValueError: the layout has errors, or it is not known what a model is called with.
+    """
+    if not isinstance(found, Recipe) and inputs is None:
+        raise ValueError(
+            f"target {target!r} is a model: say what it is called with, such as "
+            f"--inputs 'int32[8,128]'; or name a Recipe, for a training step"
+        )
+    # A recipe has its batch: inputs are for its layout alone.
+    shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
+    ending = _ends_in_order() if target_of(made.mesh) is not None else contextlib.nullcontext()
+    try:
+        # What the user's own code prints must not stand in our output.
+        with ending, contextlib.redirect_stdout(sys.stderr):
+            return compile_step(found, made, inputs=shapes)
+    except LayoutError as error:
+        more = len(error.findings) - 1
+        rest = f"; and {more} more, which shardwise check shows" if more else ""
+        raise ValueError(
+            f"nothing was compiled, since the layout has errors: {error.findings[0].concise}{rest}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Makes SIGTERM end the compiler's own process too, and remove its files.
+
+    Not for a compiler in this process: Python would hear of the signal only when it is done.
+    """
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def require_writable(path: str | None) -> None:
+    """Raises if `--save` cannot be done: better before the work than after it."""
+    if path is None:
+        return
+    place = Path(path)
+    if place.is_dir():
+        raise ValueError(f"--save {path} is a folder: name a file")
+    if not place.parent.is_dir():
+        raise ValueError(f"--save {path} cannot be written: there is no folder {place.parent}")
+    if not os.access(place if place.exists() else place.parent, os.W_OK):
+        raise ValueError(f"--save {path} cannot be written: permission denied")
+
+
+def save_to(path: str | None, made: Layout | Compiled) -> None:
+    """Writes what `--save` asks for, and says so."""
+    if path is None:
+        return
+    try:
+        made.save(path)
+    except OSError as error:
+        raise ValueError(f"--save {path} cannot be written: {error.strerror}") from error
+    typer.echo(f"saved {path}", err=True)

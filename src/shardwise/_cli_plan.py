@@ -20,17 +20,18 @@ from ._cli_options import (
     StrategyOption,
     Target,
     app,
+    compile_target,
     lay_out,
+    require_devices,
+    require_writable,
+    save_to,
 )
-from ._compile import compile as compile_step
-from ._compiled import Compiled
 from ._findings import Findings
 from ._layout import Layout
 from ._mesh import show_mesh
 from ._recipe import Recipe
 from ._spec import show_spec
 from ._table import show_bytes
-from ._target import parse_inputs
 
 
 class PlanFormat(enum.StrEnum):
@@ -66,7 +67,7 @@ Examples:
 \b
   shardwise plan model.py:make --mesh data=8 --rules rules.toml --save layout.json
 
-Exit status: 0 laid out, 1 the layout has errors, 2 could not run."""
+Exit status: 0 laid out, 1 the layout has errors or what was compiled does not fit, 2 could not run."""
 )
 def plan(
     target: Target,
@@ -91,9 +92,14 @@ def plan(
     ] = PlanFormat.text,
 ) -> None:
     """Lays a model out and shows it."""
+    if compile:
+        require_devices(on)
+    require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch)
     findings = check_layout(made)
-    compiled = _compile(found, made, inputs) if compile else None
+    compiled = None
+    if compile and not findings.errors:
+        compiled = compile_target(target, found, made, inputs)
     optimizer = (
         made.for_optimizer(found.optimizer, wrt=found.wrt) if isinstance(found, Recipe) else None
     )
@@ -104,8 +110,8 @@ def plan(
             raise ValueError(error.args[0]) from error
     elif format is PlanFormat.json:
         plan_json = _plan_json(made, optimizer, findings)
-        if compiled is not None:
-            plan_json["compiled"] = compiled.to_dict()
+        if compile:
+            plan_json["compiled"] = compiled.to_dict() if compiled is not None else None
         typer.echo(json.dumps(plan_json, indent=2))
     else:
         typer.echo(str(made))
@@ -117,9 +123,9 @@ def plan(
         typer.echo(str(findings) if findings else findings.summary)
         if compiled is not None:
             typer.echo(f"\n{compiled}")
-    if save is not None:
-        made.save(save)
-        typer.echo(f"saved {save}", err=True)
+        elif compile:
+            typer.echo("\nnot compiled: the layout has errors")
+    save_to(save, made)
     unfit = compiled is not None and compiled.fits is False
     raise typer.Exit(1 if findings.errors or unfit else 0)
 
@@ -173,12 +179,6 @@ def check(
         case CheckFormat.text:
             typer.echo(str(findings))
     raise typer.Exit(1 if findings else 0)
-
-
-def _compile(found: Any, made: Layout, inputs: str | None) -> Compiled:
-    if isinstance(found, Recipe):
-        return compile_step(found, made)
-    return compile_step(found, made, inputs=parse_inputs(inputs) if inputs else None)
 
 
 def _parse_allow(given: list[str]) -> dict[str, list[str]]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ._batch import data_axes
 from ._compiled import Compiled
@@ -16,10 +17,10 @@ from ._findings import CODES, Finding
 from ._hlo import Instruction, Module, Shape, parse_shapes
 from ._layout import Layout
 from ._mesh import show_mesh
-from ._source import Source, short_path, source_of
+from ._source import Source, source_of
 from ._spec import padded, show_spec
 from ._table import show_bytes
-from ._traffic import Collective
+from ._traffic import Collective, replica_groups
 
 # What a program moves by its own will, as against what the compiler had to insert.
 _ASKED_FOR = (
@@ -47,8 +48,9 @@ def compile_findings(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     if compiled.fits is False:
         yield _does_not_fit(compiled, facts, whole)
     yield from whole
-    yield from _rematerialised(compiled)
-    yield from _resharded(compiled, facts)
+    told: set[str] = set()
+    yield from _rematerialised(compiled, facts, told)
+    yield from (finding for finding in _resharded(compiled, facts) if finding.path not in told)
 
 
 def _finding(code: str, path: str, message: str, help: str, context: str = "") -> Finding:
@@ -61,13 +63,10 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
         message = " ".join(compiled.refused.split())[:400]
     else:
         over = -(compiled.spare_bytes or 0)
-        parts = {
-            "parameters": memory.parameters,
-            "optimizer": memory.optimizer,
-            "batch": memory.batch,
-            "temporaries": memory.temporaries,
-        }
-        told = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+        parts = ("parameters", "optimizer", "batch", "temporaries")
+        sizes = {part: getattr(memory, part) for part in parts}
+        sizes["outputs"] = memory.outputs - memory.aliased
+        told = ", ".join(f"{part} {show_bytes(size)}" for part, size in sizes.items() if size)
         message = (
             f"the step needs {show_bytes(memory.peak)} on each device, "
             f"{show_bytes(over) + ' more than' if over > 0 else 'of'} the "
@@ -78,6 +77,7 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
         f"{row.shape}{f' ×{row.count}' if row.count > 1 else ''} "
         f"({show_bytes(row.total_bytes)}) from {row.source}"
         for row in compiled.buffers[:3]
+        if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes
     )
     return _finding(
         "SW301",
@@ -89,13 +89,13 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
 
 
 def _advice(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Iterator[str]:
-    memory = compiled.memory
-    assert memory is not None
+    assert (memory := compiled.memory) is not None
     capacity = memory.capacity or 0
     if whole:
         yield f"keep the batch split at {whole[0].path} (SW302), by a sharding constraint there"
     state = memory.parameters + memory.optimizer
-    copies = _state_copies(facts.layout)
+    held = sum(leaf.shard_bytes for leaf in facts.layout.leaves) * facts.layout.mesh.size
+    copies = held / max(1, facts.layout.total_bytes)
     if state > 0.5 * capacity or (copies > 1.5 and state > 0.2 * capacity):
         if copies > 1.5:
             yield f"shard the state further: {copies:.1f} devices hold each byte of it (sw.fsdp)"
@@ -104,11 +104,6 @@ def _advice(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Iterator[
     if memory.temporaries > 0.3 * capacity:
         yield "keep less for the backward pass (Recipe(remat=…))"
         yield f"cut the batch into parts (Recipe(accumulate={2 * facts.accumulate}))"
-
-
-def _state_copies(layout: Layout) -> float:
-    held = sum(leaf.shard_bytes for leaf in layout.leaves) * layout.mesh.size
-    return held / max(1, layout.total_bytes)
 
 
 def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
@@ -120,7 +115,7 @@ def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Findin
         return
     found: dict[Source, tuple[int, Shape, tuple[str, ...]]] = {}
     least = _SHARE * compiled.memory.peak
-    for _computation, instruction in _materialised(facts.module):
+    for instruction in _materialised(facts.module):
         for shape in instruction.shapes:
             if shape.nbytes < least or not shape.dtype.startswith(("f", "bf")):
                 continue
@@ -128,25 +123,23 @@ def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Findin
             if axes is None:
                 continue
             source = source_of(facts.module, instruction, facts.paths)
-            source = dataclasses.replace(source, op="", backward=False)
+            op = "" if source.place or source.module else source.op
+            source = dataclasses.replace(source, op=op, backward=False)
             if shape.nbytes > found.get(source, (0,))[0]:
                 found[source] = (shape.nbytes, shape, axes)
     ordered = sorted(found.items(), key=lambda item: -item[1][0])
     for source, (size, shape, axes) in ordered[:_MOST]:
         ways = math.prod(facts.layout.mesh.shape[axis] for axis in axes)
         names = ", ".join(repr(axis) for axis in axes)
+        entry = names if len(axes) == 1 else f"({names})"
         yield _finding(
             "SW302",
             str(source),
-            f"{shape} holds the whole batch on every device: {show_bytes(size)}, where a "
-            f"{ways}th of it would be {show_bytes(size // ways)} split over {names}",
-            f"constrain it there: jax.lax.with_sharding_constraint(x, P({_entry(axes)}, …)); or, "
+            f"{shape} holds the whole batch on every device: {show_bytes(size)}, which would be "
+            f"{show_bytes(size // ways)} split {ways} ways over {names}",
+            f"constrain it there: jax.lax.with_sharding_constraint(x, P({entry}, …)); or, "
             f"in the models of shardwise.models, name its dims",
         )
-
-
-def _entry(axes: tuple[str, ...]) -> str:
-    return repr(axes[0]) if len(axes) == 1 else repr(axes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,13 +149,20 @@ class _Span:
     rows: int
     columns: int | None
     axes: tuple[str, ...]
+    ways: int
     sizes: frozenset[int]  # of the model's leaves, whole and in shards
 
     def in_whole(self, dims: tuple[int, ...]) -> bool:
         if len(dims) < 2:
             return False
         if self.columns is None:
-            return self.rows not in self.sizes and self.rows in dims[:2]
+            if self.rows in self.sizes or self.rows not in dims[:2]:
+                return False
+            # Behind a part of the batch, its number is another's; and the axes may split another dim.
+            part = dims[0] != self.rows and dims[0] == self.rows // self.ways
+            return not part and all(
+                d in self.sizes or d * self.ways not in self.sizes for d in dims if d != self.rows
+            )
         features = [d for d in dims if d in self.sizes and d not in (self.rows, self.columns)]
         if not features:
             return False  # scores of a few sequences, say: their heads may look like rows
@@ -173,12 +173,8 @@ class _Span:
 
 def _batch_spans(facts: Facts) -> Iterator[_Span]:
     mesh = facts.layout.mesh
-    sizes = frozenset(
-        size
-        for leaf in facts.layout.leaves
-        for size in (*leaf.shape, *leaf.shard_shape)
-        if size > 1
-    )
+    shapes = [(*leaf.shape, *leaf.shard_shape) for leaf in facts.layout.leaves]
+    sizes = frozenset(size for shape in shapes for size in shape if size > 1)
     for leaf in jax.tree.leaves(facts.batch):
         if not leaf.shape:
             continue
@@ -191,10 +187,10 @@ def _batch_spans(facts: Facts) -> Iterator[_Span]:
             continue
         tokens = len(leaf.shape) == 2 and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
         columns = leaf.shape[1] if tokens and leaf.shape[1] > 1 else None
-        yield _Span(rows, columns, axes, sizes)
+        yield _Span(rows, columns, axes, math.prod(mesh.shape[a] for a in axes), sizes)
 
 
-def _materialised(module: Module) -> Iterator[tuple[str, Instruction]]:
+def _materialised(module: Module) -> Iterator[Instruction]:
     skipped = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call")
     seen = set()
     for computation, _, fused in module.runs():
@@ -203,41 +199,69 @@ def _materialised(module: Module) -> Iterator[tuple[str, Instruction]]:
         seen.add(computation)
         for instruction in module.computations.get(computation, ()):
             if instruction.opcode not in skipped and not instruction.opcode.endswith("-done"):
-                yield computation, instruction
+                yield instruction
 
 
 _INVOLUNTARY = re.compile(
-    r"Involuntary full rematerialization.*?from sharding (\{.*?\}) to (\{.*?\}) .*?"
-    r"for HLO operation: (.*)"
+    r"Involuntary full rematerialization\..*? from sharding (\{.*?\}) to (\{.*?\}) "
+    r"(?:efficiently|without doing a full rematerialization of the tensor) for HLO operation:? (.*)"
 )
 
 
-def _rematerialised(compiled: Compiled) -> Iterator[Finding]:
-    """Yields XLA's own warnings that it had to make an array whole to change its sharding."""
+def _rematerialised(compiled: Compiled, facts: Facts, places: set[str]) -> Iterator[Finding]:
+    """Yields XLA's own warnings that it made an array whole; adds the places to `places`."""
+    module = facts.module or Module("", {}, {})
     seen = set()
     for line in compiled.noise.splitlines():
         told = _INVOLUNTARY.search(line)
-        if told is None:
+        # What the partitioner only tries, to see what it would cost, is a fake in its own words.
+        if told is None or told[3].startswith("%fake_"):
             continue
-        before, after, operation = told.groups()
-        shapes = parse_shapes(operation.partition("(")[0])
-        name = re.search(r'op_name="([^"]*)"', operation)
-        file = re.search(r'source_file="([^"]*)"', operation)
-        number = re.search(r"source_line=(\d+)", operation)
-        place = f"{short_path(file[1])}:{number[1]}" if file and number else ""
-        op = name[1] if name else operation.strip()[:80]
-        key = (place or op, str(shapes[:1]))
-        if key in seen:
-            continue
-        seen.add(key)
-        what = f"{shapes[0]}" if shapes else "an array"
+        before, after = (_spec_of(text, compiled.mesh) for text in told.groups()[:2])
+        shapes = tuple(parse_shapes(told[3].partition("(")[0]))
+        source = source_of(module, Instruction("", "", shapes, (), "", told[3]), facts.paths)
+        places.add(str(source))
+        if (str(source), before, after) in seen or (source.backward and (after, before) in seen):
+            continue  # the backward pass goes the same way back
+        seen |= {(str(source), before, after), (before, after)}
+        part = f", of which each had {shapes[0]}," if shapes else ""
         yield _finding(
             "SW303",
-            place or op,
-            f"the compiler makes {what} whole on every device to change its sharding, at {op}",
-            "constrain the array on both sides of that operation, so that one axis changes at a time",
-            f"from {before} to {after}",
+            str(source),
+            f"the compiler makes an array whole on every device{part} to go from {before} to {after}",
+            "go in steps that each move one axis, by a constraint between the two; or keep one spec",
+            f"at {source.op}{' of the backward pass' if source.backward else ''}",
         )
+
+
+def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
+    """Returns what XLA calls `{devices=[2,1,4]<=[8]}` as a spec, or as it is where it is none."""
+    named = re.fullmatch(r"\{mesh\[[^\]]*\], \[([^:]*?)\].*\}", sharding)
+    tiled = re.fullmatch(r"\{devices=\[([\d,]+)\](<=\S+?)( last_tile_dim_replicate)?\}", sharding)
+    if named:
+        dims = [tuple(re.findall(r"'(\w+)'", dim)) for dim in re.findall(r"\{([^}]*)\}", named[1])]
+    elif tiled:
+        tiles = [int(size) for size in tiled[1].split(",")]
+        order = np.reshape(replica_groups(f"[{math.prod(tiles)}]{tiled[2]}", 0), tiles)
+        dims = []
+        for dim in range(len(tiles) - bool(tiled[3])):
+            along = np.moveaxis(order, dim, 0).reshape(tiles[dim], -1)[:, 0]
+            rows = np.unravel_index(along, tuple(mesh.values()))
+            changes = [np.count_nonzero(np.diff(row)) for row in rows]
+            slowest = sorted(zip(changes, mesh, strict=True))
+            dims.append(tuple(axis for times, axis in slowest if times))
+        if [math.prod(mesh[a] for a in axes) for axes in dims] != tiles[: len(dims)]:
+            return sharding
+    else:
+        return sharding
+    return _shown(dims)
+
+
+def _shown(dims: Sequence[tuple[str, ...]]) -> str:
+    entries = [axes[0] if len(axes) == 1 else axes or None for axes in dims]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return show_spec(jax.P(*entries))
 
 
 def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
@@ -261,20 +285,16 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
         sent = sum(row.step_bytes for row in found)
         if sent < 0.01 * total:
             continue
-        leaf = leaves.get(found[0].source.leaf)
+        largest = max(found, key=lambda row: row.step_bytes)
+        leaf = leaves.get(largest.source.leaf)
         over = ", ".join(repr(axis) for axis in axes)
         if leaf is not None:
-            without = [
-                tuple(a for a in entry if a not in axes) or None
-                for entry in padded(leaf.spec, leaf.ndim)
-            ]
-            used = show_spec(
-                jax.P(*[e[0] if e is not None and len(e) == 1 else e for e in without])
-            )
+            entries = padded(leaf.spec, leaf.ndim)
+            used = _shown([tuple(a for a in entry if a not in axes) for entry in entries])
             mismatch = f"it is stored as {show_spec(leaf.spec)} and used as {used}"
             path, help_text = leaf.path, f"store it as {used}, or use it split over {over}"
         else:
-            mismatch = f"what made {found[0].shape} and what uses it are split differently"
+            mismatch = f"what made {largest.shape} and what uses it are split differently"
             path = place
             help_text = "give both the same spec: drop the constraint there, or move it"
         times = sum(row.times for row in found)
@@ -283,5 +303,5 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             path,
             f"{times} {kind} over {over} in a step, {show_bytes(sent)} sent by each device: {mismatch}",
             help_text,
-            f"at {found[0].source.place}" if leaf is not None and found[0].source.place else "",
+            f"at {largest.source.place}" if leaf is not None and largest.source.place else "",
         )
