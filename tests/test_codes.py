@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise._findings import CODES
+from shardwise._source import short_path
 
 PAGES = Path(__file__).parent.parent / "docs" / "codes"
 SECTIONS = ["What it finds", "Why it is bad", "Example", "Instead"]
@@ -97,6 +98,61 @@ def preflight(saved, wanted, *, rules="dp", tx=None, wanted_tx=None):
         return checkpoints.preflight(after, layout).findings
 
 
+def compiled(make, axes, rules, inputs, on="cpu:8"):
+    """Returns what is found in a compiled forward pass.
+
+    Sizes are other than on the pages: JAX keeps one program for both, with the lines of the first.
+    """
+    given = jax.ShapeDtypeStruct(inputs, "float32")
+    layout = sw.layout(make, sw.mesh(axes, on=on), rules, inputs=given)
+    return sw.compile(make, layout, inputs=given).findings
+
+
+def trained(make, axes, rules):
+    """Returns what is found in a compiled training step."""
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((512, 64), "float32"),
+    )
+    return sw.compile(recipe, sw.layout(make, cpu(axes), rules)).findings
+
+
+class Calling(nnx.Module):
+    """A layer, and what is done with its output."""
+
+    def __init__(self, then):
+        self.up = nnx.Linear(64, 128, use_bias=False, rngs=rngs())
+        self.then = then
+
+    def __call__(self, x):
+        return self.then(self.up, x)
+
+
+def ordered(layer, x):
+    """Sorts the whole batch."""
+    return (y := layer(x))[jnp.argsort(y[:, 0])]
+
+
+def moved(layer, x):
+    """Goes from one split to another for which XLA knows no way."""
+    x = jax.lax.with_sharding_constraint(layer(x), P("x", None, "y"))
+    return jax.lax.with_sharding_constraint(jnp.sin(x), P(None, ("y", "x")))
+
+
+def kept(layer, x):
+    """Has one split."""
+    x = jax.lax.with_sharding_constraint(layer(x), P("x", None, "y"))
+    return jax.lax.with_sharding_constraint(jnp.sin(x), P("x", None, "y"))
+
+
+def line(function, number):
+    """Returns the place of a function's line, as findings name it from any folder."""
+    code = function.__code__
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno + number}"
+
+
 def lonely(x):
     """Calls a collective on some devices only."""
     some = jax.lax.axis_index("data") > 1
@@ -124,7 +180,13 @@ def test_page_runs(code):
     assert pages.run(example, "example.py") == text
     assert f"{severity}[{code}] {name}: " in text
     assert example.splitlines()[-1].startswith(
-        ("print(sw.check(", "print(sw.audit(", "print(f.check(", "print(checkpoints.preflight(")
+        (
+            "print(sw.check(",
+            "print(sw.audit(",
+            "print(f.check(",
+            "print(checkpoints.preflight(",
+            "print(sw.compile(",
+        )
     )
     assert "\nassert " in instead
     assert pages.run(instead, "example.py") == ""
@@ -245,6 +307,35 @@ POSITIVE = {
         "the layout has float32[8, 16], the model has float32[8, 32]",
         "make the layout again from this model",
     ),
+    "SW301": (
+        lambda: compiled(linear(131072, 196608), "data=4", "dp", (1024, 131072), "h100:1x4"),
+        "data=4 on h100:1x4",
+        "the step needs 96.3 GiB on each device, 17.1 GiB more than the 79.2 GiB that h100 has: "
+        "parameters 96.0 GiB, batch 128.0 MiB, outputs 192.0 MiB",
+        "shard the state further: 4.0 devices hold each byte of it (sw.fsdp)",
+    ),
+    "SW302": (
+        lambda: compiled(lambda: Calling(ordered), "data=8", "dp", (2048, 64)),
+        line(ordered, 2),
+        "f32[2048,128] holds the whole batch on every device: 1.0 MiB, which would be 128.0 KiB "
+        "split 8 ways over 'data'",
+        "constrain it there: jax.lax.with_sharding_constraint(x, P('data', …)); or, in the models "
+        "of shardwise.models, name its dims",
+    ),
+    "SW303": (
+        lambda: compiled(lambda: Calling(moved), "x=2,y=4", sw.replicate(), (16, 64, 64)),
+        line(moved, 2),
+        "the compiler makes an array whole on every device, of which each had f32[8,64,32], to go "
+        "from P('x', None, 'y') to P(None, ('y', 'x'))",
+        "go in steps that each move one axis, by a constraint between the two; or keep one spec",
+    ),
+    "SW304": (
+        lambda: trained(linear(64, 128), "data=2,model=4", {"kernel": ROW}),
+        "kernel",
+        "1 all-gather over 'model' in a step, 24.0 KiB sent by each device: it is stored as "
+        "P('model') and used as P()",
+        "store it as P(), or use it split over 'model'",
+    ),
     "SW401": (
         lambda: preflight(linear(), linear(), wanted_tx=optax.sgd(0.1, 0.9)),
         "optimizer.0.trace.kernel",
@@ -318,6 +409,12 @@ NEGATIVE = {
     "SW202": lambda: audit(linear(bias=True), linear(bias=True)),
     "SW203": lambda: audit(linear(), linear()),
     "SW204": lambda: audit(linear(8, 32), linear(8, 32)),
+    "SW301": lambda: compiled(
+        linear(131072, 196608), "data=2,model=4", "fsdp+tensor", (1024, 131072), "h100:1x8"
+    ),
+    "SW302": lambda: compiled(linear(64, 128), "data=8", "dp", (4096, 64)),
+    "SW303": lambda: compiled(lambda: Calling(kept), "x=2,y=4", sw.replicate(), (16, 64, 64)),
+    "SW304": lambda: trained(linear(64, 128), "data=2,model=4", {"kernel": COLUMN}),
     "SW401": lambda: preflight(linear(), linear()),
     "SW402": lambda: preflight(linear(), linear(), tx=optax.adam(1), wanted_tx=optax.adam(1)),
     "SW403": lambda: preflight(linear(8, 32), linear(8, 32)),

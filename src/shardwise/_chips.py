@@ -74,7 +74,9 @@ def _gpu(
     name: str, hbm: float, capacity: int, rates: tuple[float, float, float, float], gpu: Gpu
 ) -> Chip:
     kind = f"NVIDIA {name.upper()}"
-    return Chip(name, "gpu", kind, 2, hbm, capacity, *rates, 1, "NVIDIA datasheet", gpu)
+    told = "read off a real one" if name == "h200" else "what drivers leave of it, estimated"
+    source = f"NVIDIA datasheet; capacity: {told}"
+    return Chip(name, "gpu", kind, 2, hbm, capacity, *rates, 1, source, gpu)
 
 
 _INFO = "jax tpu_info; the scaling book; capacity: libtpu's own limit"
@@ -100,7 +102,7 @@ CHIPS: dict[str, Chip] = {
         _gpu(
             "h200",
             141e9,
-            150_109_880_320,  # read off a real one
+            150_109_880_320,
             (4.8e12, 9.9e14, 450e9, 50e9),
             dataclasses.replace(_HOPPER, l2_bytes=62914560),
         ),

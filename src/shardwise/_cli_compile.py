@@ -109,7 +109,7 @@ def chips(
             chip.name,
             chip.kind,
             "hosts x GPUs" if chip.platform == "gpu" else "x".join("ABC"[: chip.dims]),
-            show_bytes(chip.hbm_bytes),
+            f"{chip.hbm_bytes / 1e9:.0f} GB",
             show_bytes(chip.capacity_bytes),
             f"{chip.hbm_bytes_per_second / 1e12:.2f} TB",
             f"{chip.bf16_flops_per_second / 1e12:.0f} T",

@@ -94,7 +94,7 @@ def plan(
     """Lays a model out and shows it."""
     if compile:
         require_devices(on)
-    require_writable(save)
+        require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch)
     findings = check_layout(made)
     compiled = None

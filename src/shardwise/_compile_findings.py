@@ -108,10 +108,8 @@ def _advice(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Iterator[
 
 def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     """Yields temporaries that hold the whole global batch although a data axis exists."""
-    if facts.module is None or compiled.memory is None:
-        return
     spans = list(_batch_spans(facts))
-    if not spans:
+    if facts.module is None or compiled.memory is None or not spans:
         return
     found: dict[Source, tuple[int, Shape, tuple[str, ...]]] = {}
     least = _SHARE * compiled.memory.peak
@@ -123,8 +121,7 @@ def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Findin
             if axes is None:
                 continue
             source = source_of(facts.module, instruction, facts.paths)
-            op = "" if source.place or source.module else source.op
-            source = dataclasses.replace(source, op=op, backward=False)
+            source = dataclasses.replace(source, op=str(source), backward=False)
             if shape.nbytes > found.get(source, (0,))[0]:
                 found[source] = (shape.nbytes, shape, axes)
     ordered = sorted(found.items(), key=lambda item: -item[1][0])
@@ -159,10 +156,9 @@ class _Span:
             if self.rows in self.sizes or self.rows not in dims[:2]:
                 return False
             # Behind a part of the batch, its number is another's; and the axes may split another dim.
-            part = dims[0] != self.rows and dims[0] == self.rows // self.ways
-            return not part and all(
-                d in self.sizes or d * self.ways not in self.sizes for d in dims if d != self.rows
-            )
+            others = [d for d in dims if d != self.rows and d not in self.sizes]
+            split = any(d * self.ways in self.sizes for d in others)
+            return not split and (dims[0] == self.rows or dims[0] != self.rows // self.ways)
         features = [d for d in dims if d in self.sizes and d not in (self.rows, self.columns)]
         if not features:
             return False  # scores of a few sequences, say: their heads may look like rows
@@ -175,9 +171,7 @@ def _batch_spans(facts: Facts) -> Iterator[_Span]:
     mesh = facts.layout.mesh
     shapes = [(*leaf.shape, *leaf.shard_shape) for leaf in facts.layout.leaves]
     sizes = frozenset(size for shape in shapes for size in shape if size > 1)
-    for leaf in jax.tree.leaves(facts.batch):
-        if not leaf.shape:
-            continue
+    for leaf in (leaf for leaf in jax.tree.leaves(facts.batch) if leaf.shape):
         axes = tuple(a for a in padded(leaf.sharding.spec, len(leaf.shape))[0] if mesh.shape[a] > 1)
         if not axes:
             # The batch itself is not split: an axis by whose name it should be is one too many.
@@ -240,7 +234,9 @@ def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
     tiled = re.fullmatch(r"\{devices=\[([\d,]+)\](<=\S+?)( last_tile_dim_replicate)?\}", sharding)
     if named:
         dims = [tuple(re.findall(r"'(\w+)'", dim)) for dim in re.findall(r"\{([^}]*)\}", named[1])]
-    elif tiled:
+    elif tiled is None:
+        return sharding
+    else:
         tiles = [int(size) for size in tiled[1].split(",")]
         order = np.reshape(replica_groups(f"[{math.prod(tiles)}]{tiled[2]}", 0), tiles)
         dims = []
@@ -252,16 +248,13 @@ def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
             dims.append(tuple(axis for times, axis in slowest if times))
         if [math.prod(mesh[a] for a in axes) for axes in dims] != tiles[: len(dims)]:
             return sharding
-    else:
-        return sharding
     return _shown(dims)
 
 
 def _shown(dims: Sequence[tuple[str, ...]]) -> str:
     entries = [axes[0] if len(axes) == 1 else axes or None for axes in dims]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return show_spec(jax.P(*entries))
+    used = max((i + 1 for i, entry in enumerate(entries) if entry), default=0)
+    return show_spec(jax.P(*entries[:used]))
 
 
 def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
@@ -297,11 +290,10 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             mismatch = f"what made {largest.shape} and what uses it are split differently"
             path = place
             help_text = "give both the same spec: drop the constraint there, or move it"
-        times = sum(row.times for row in found)
         yield _finding(
             "SW304",
             path,
-            f"{times} {kind} over {over} in a step, {show_bytes(sent)} sent by each device: {mismatch}",
+            f"{sum(row.times for row in found)} {kind} over {over} in a step, {show_bytes(sent)} sent by each device: {mismatch}",
             help_text,
             f"at {largest.source.place}" if leaf is not None and largest.source.place else "",
         )
