@@ -89,7 +89,8 @@ def compile(
         target = target_of(mesh)
         assert target is not None and isinstance(mesh, AbstractMesh)
         there = absent_mesh(target, mesh)
-        program = compile_here(_traced(_job(recipe, layout.on(there), inputs)).lower())
+        there_job = _job(recipe, layout.on(there), inputs)
+        program = compile_here(_traced(there_job).lower(), there, there_job.options)
     if program.refused and not program.hlo:
         seen = _structure(recipe, layout, inputs, show)
         if seen is not None:
@@ -224,7 +225,8 @@ def _shard_bytes(tree: Any) -> int:
 def _compiled(job: _Job, mesh: AnyMesh, show: bool) -> Program:
     target = target_of(mesh)
     if target is None:
-        return compile_here(_traced(job).lower())
+        assert isinstance(mesh, Mesh)
+        return compile_here(_traced(job).lower(), mesh, job.options)
     return _handed_over(job, target, mesh, show)
 
 
@@ -293,8 +295,9 @@ def _traced(job: _Job) -> Any:
 def user_traceback(error: BaseException) -> str:
     """Returns a traceback cut to the user's own frames."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    lines = traceback.format_list(frames) + traceback.format_exception_only(error)
-    text = "".join(lines).rstrip()
+    told = traceback.format_list(frames) + traceback.format_exception_only(error)
+    lines = "".join(told).rstrip().splitlines()
+    text = "\n".join(line for line in lines if line.strip(" ^~"))
     # JAX appends where its own frames can be found; they are not the user's.
     return text.partition("\n--------------------")[0]
 

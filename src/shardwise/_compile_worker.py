@@ -1,6 +1,6 @@
 """Compiles one program for chips that are not here; run as a process of its own.
 
-    python _compile_worker.py REQUEST.json FOLDER
+    python _compile_worker.py REQUEST.json FOLDER PID
 
 A process, since the compilers read the environment, print to the terminal, take a lock, and end
 the process on inputs that they do not foresee. It imports JAX and nothing of Shardwise.
@@ -9,6 +9,7 @@ the process on inputs that they do not foresee. It imports JAX and nothing of Sh
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -139,19 +140,21 @@ def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
         parsed = ir.Module.parse(module)
         client = devices[0].client
         there = xla_client.DeviceList(tuple(devices))
-        if devices[0].platform == "cpu":
-            return client.compile_and_load(parsed, there, given)
-        return client.compile(parsed, there, given)
+        # Devices that are here load what they compile; compile-only ones cannot.
+        only = "CompileOnly" in type(client).__name__
+        return (client.compile if only else client.compile_and_load)(parsed, there, given)
 
 
-def _end_with(parent: int) -> None:
-    """Ends this process when the one that asked for it is gone."""
+def _end_with(parent: int, folder: str) -> None:
+    """Ends this process, and removes its folder, when the one that asked for it is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    asked_by = (int(sys.argv[3]), sys.argv[2])
+    threading.Thread(target=_end_with, args=asked_by, daemon=True).start()
     os.environ.update(_ENVIRONMENT)
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3])

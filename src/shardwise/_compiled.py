@@ -184,9 +184,12 @@ class Compiled:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file, which `sw.load_compiled` reads, to compare with later ones."""
-        with open(path, "w", encoding="utf-8") as file:
+        # Beside it first: one that is ended meanwhile leaves no half of it.
+        beside = f"{os.fspath(path)}.new"
+        with open(beside, "w", encoding="utf-8") as file:
             json.dump(self.to_dict(), file, indent=1)
             file.write("\n")
+        os.replace(beside, path)
 
 
 def load_compiled(path: str | os.PathLike[str]) -> Compiled:

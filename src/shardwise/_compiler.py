@@ -20,11 +20,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from ._chips import Target
-from ._compile_worker import arranged, topology_devices
+from ._compile_worker import arranged, compiled, topology_devices
 from ._compilers import require_compiler
 from ._gpu_target import target_config
 
@@ -57,26 +58,31 @@ class Program:
     cached: bool = False
 
 
-def compile_here(lowered: Any) -> Program:
-    """Returns what the compiler of the devices that are here makes of a program.
+def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Program:
+    """Returns what the compiler of a mesh's devices makes of a program, in this process.
+
+    JAX's own cache of compilations is passed by: what it has kept says nothing of what the
+    compiler printed, and has the lines of whoever compiled it first.
 
     Raises:
         CompileError: it refused it for another reason than memory.
     """
-    start, refused = time.monotonic(), ""
+    start, refused, done = time.monotonic(), "", None
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
     with captured_stderr() as noise:
         try:
-            done = lowered.compile()
+            done = compiled(module, list(mesh.devices.flat), dict(options))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise CompileError(f"the compiler refused the step: {_first(error)}") from error
-            done, refused = None, str(error)
+            refused = str(error)
     if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
-    found = done.memory_analysis()
+    found = done.get_compiled_memory_stats()
     names = [n for n in dir(found) if n.endswith(("_in_bytes", "_bytes"))]
     stats = {name: int(getattr(found, name)) for name in names}
-    return Program(done.as_text(), stats, "", noise(), time.monotonic() - start)
+    (made,) = done.hlo_modules()
+    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start)
 
 
 def compile_absent(
@@ -139,10 +145,11 @@ def _topology(target: Target | None) -> dict[str, Any]:
     """Returns what the worker must know of the chips."""
     if target is None:
         return {"platform": "cpu"}
+    options: dict[str, Any] = {}
     request: dict[str, Any] = {
         "platform": target.platform,
         "topology": str(target),
-        "topology_options": {},
+        "topology_options": options,
     }
     if target.platform == "gpu":
         hosts, gpus = target.topology
@@ -150,7 +157,10 @@ def _topology(target: Target | None) -> dict[str, Any]:
         request |= {"topology": f"{hosts}x1x{gpus}", "target_config": target_config(target)}
     elif target.chip.name == "v4":
         # As in the cloud, where the two cores of a chip are one device.
-        request["topology_options"] = {"chip_config_name": "megacore"}
+        options["chip_config_name"] = "megacore"
+    if target.platform == "tpu" and math.prod(target.topology) <= 2:
+        # Less than a whole host, which older versions must be told.
+        options["chips_per_host_bounds"] = (*target.topology, 1)[:3]
     return request
 
 
@@ -182,6 +192,7 @@ def absent_mesh(target: Target, mesh: AbstractMesh) -> Mesh:
 def _run(folder: Path, words: str) -> tuple[int, str]:
     """Runs the worker; returns its exit code, and what it printed."""
     command = [sys.executable, str(_WORKER), str(folder / "request.json"), str(folder)]
+    command.append(str(os.getpid()))
     console = Console(stderr=True)
     said: Any = contextlib.nullcontext()
     if words and console.is_terminal:

@@ -53,11 +53,16 @@ def load_name(target: str) -> Any:
         try:
             found = getattr(found, step)
         except AttributeError:
-            names = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
+            names = [n for n in dir(found) if not n.startswith("_") and _is_target(found, n)]
             near = difflib.get_close_matches(step, names, n=3) or names[:5]
             hint = f"; it has {', '.join(near)}" if near else ""
             raise ValueError(f"target {target!r}: {place} has no {step!r}{hint}") from None
     return found
+
+
+def _is_target(place: Any, name: str) -> bool:
+    found = getattr(place, name, None)
+    return callable(found) or isinstance(found, Recipe | nnx.Module)
 
 
 def parse_inputs(text: str) -> tuple[jax.ShapeDtypeStruct, ...]:
