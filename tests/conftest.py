@@ -22,6 +22,7 @@ os.environ["XLA_FLAGS"] = (
 )
 # Before any backend starts: every test runs on eight virtual devices.
 jax.config.update("jax_num_cpu_devices", 8)
+jax.devices()  # so that no test depends on whether another one started them
 
 
 class Compiled(compilation_cache_interface.CacheInterface):
