@@ -91,10 +91,7 @@ def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> li
     if memory is None:
         return [compiled.verdict]
     wrong = []
-    made = "; ".join(
-        f"{row.shape}{f' ×{row.count}' if row.count > 1 else ''} from {row.source}"
-        for row in compiled.buffers[:3]
-    )
+    made = "; ".join(map(str, compiled.buffers[:3]))
     largest = f"; largest temporaries: {made}" if made else ""
     if peak is not None and memory.peak > peak:
         wrong.append(

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 from ._hlo import Instruction, Module
 from ._source import Source, source_of
+from ._table import show_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +35,11 @@ class Buffer:
     def total_bytes(self) -> int:
         """The bytes of all of them."""
         return self.bytes * self.count
+
+    def __str__(self) -> str:
+        """Returns its shape, bytes and cause on one line."""
+        times = f" ×{self.count}" if self.count > 1 else ""
+        return f"{self.shape}{times} ({show_bytes(self.total_bytes)}) from {self.source}"
 
 
 # Those that make no array of their own.

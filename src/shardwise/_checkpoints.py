@@ -339,13 +339,13 @@ class Checkpoints:
         """Turns what Orbax, TensorStore or the file system raise into one sentence."""
         try:
             yield
-        except (CheckpointError, NotFinite) as error:
-            if sweep and isinstance(error, NotFinite) and jax.process_index() == 0:
-                self._sweep()
+        except CheckpointError:
             raise
         except Exception as error:
             if sweep and jax.process_index() == 0:
                 self._sweep()  # what is half written would keep a full disk full
+            if isinstance(error, NotFinite):
+                raise
             raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
 
 

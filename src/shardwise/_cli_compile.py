@@ -1,7 +1,8 @@
-"""The commands about chips: `compile`, `chips` and `doctor`."""
+"""The commands about chips: `compile`, `chips`, `models` and `doctor`."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import platform
@@ -96,8 +97,6 @@ def chips(
 ) -> None:
     """Prints the table of chips."""
     if format is PlanFormat.json:
-        import dataclasses
-
         typer.echo(json.dumps([dataclasses.asdict(chip) for chip in CHIPS.values()], indent=2))
         return
     header = (
@@ -126,8 +125,6 @@ def chips(
 @app.command(help="Print the published model shapes that compile, plan and check take by name.")
 def models() -> None:
     """Prints the models by name."""
-    import jax
-
     from ._layout import layout
     from ._mesh import mesh
     from ._named import make_named
@@ -138,7 +135,6 @@ def models() -> None:
         laid = layout(make_named(name), mesh("data=1", on="none"))
         count = sum(leaf.size for leaf in laid.leaves)
         rows.append((name, f"{count / 1e9:.3f} B", str(config.layers), str(config.width)))
-    jax.clear_caches()
     typer.echo(text_table(("model", "parameters", "layers", "width"), rows, right=(1, 2, 3)))
 
 

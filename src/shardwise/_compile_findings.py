@@ -74,8 +74,7 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
         )
         advice = list(_advice(compiled, facts, whole))
     causes = "; ".join(
-        f"{row.shape}{f' ×{row.count}' if row.count > 1 else ''} "
-        f"({show_bytes(row.total_bytes)}) from {row.source}"
+        str(row)
         for row in compiled.buffers[:3]
         if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes
     )

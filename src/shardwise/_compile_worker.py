@@ -43,9 +43,7 @@ def main(request_path: str, folder: str) -> None:
         result["error"] = str(error)
         done = None
     if done is not None:
-        stats = done.get_compiled_memory_stats()
-        names = [n for n in dir(stats) if n.endswith(("_in_bytes", "_bytes"))]
-        result["memory"] = {name: getattr(stats, name) for name in names}
+        result["memory"] = memory_stats(done)
         (module_after,) = done.hlo_modules()
         Path(folder, "hlo.txt").write_text(module_after.to_string())
     _write(folder, result)
@@ -53,6 +51,12 @@ def main(request_path: str, folder: str) -> None:
 
 def _write(folder: str, result: dict[str, Any]) -> None:
     Path(folder, "result.json").write_text(json.dumps(result))
+
+
+def memory_stats(executable: Any) -> dict[str, int]:
+    """Returns what a compiler says of an executable's memory, in bytes by name."""
+    stats = executable.get_compiled_memory_stats()
+    return {name: int(getattr(stats, name)) for name in dir(stats) if name.endswith("_bytes")}
 
 
 def topology_devices(request: dict[str, Any]) -> list[Any]:
@@ -116,7 +120,7 @@ def arranged(devices: list[Any], shape: list[int]) -> list[Any]:
 
     try:
         made = mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:
+    except NotImplementedError:  # the axes are no products of the torus's: `sw.mesh` does the same
         made = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return list(made.flat)
 

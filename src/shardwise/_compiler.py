@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rich.console import Console
 
 from ._chips import Target
-from ._compile_worker import arranged, compiled, topology_devices
+from ._compile_worker import arranged, compiled, memory_stats, topology_devices
 from ._compilers import require_compiler
 from ._gpu_target import target_config
 
@@ -78,9 +78,7 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
             refused = str(error)
     if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
-    found = done.get_compiled_memory_stats()
-    names = [n for n in dir(found) if n.endswith(("_in_bytes", "_bytes"))]
-    stats = {name: int(getattr(found, name)) for name in names}
+    stats = memory_stats(done)
     (made,) = done.hlo_modules()
     return Program(made.to_string(), stats, "", noise(), time.monotonic() - start)
 
@@ -132,7 +130,7 @@ def compile_absent(
         hlo = folder / "hlo.txt"
         program = Program(
             hlo=hlo.read_text() if hlo.exists() else "",
-            stats={name: int(value) for name, value in result.get("memory", {}).items()},
+            stats=result.get("memory", {}),
             refused=result.get("error", ""),
             noise=noise,
             seconds=seconds,

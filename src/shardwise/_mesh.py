@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ._chips import Target, parse_target
@@ -60,7 +61,12 @@ def mesh(
         )
     devices, have = _devices(on)
     sizes = _fit(sizes, len(devices), have, devices)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    try:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    except NotImplementedError:  # the axes are no products of the TPU's torus: split one of its own
+        ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(ordered, names, axis_types=types)
 
 
 def show_mesh(mesh: AnyMesh) -> str:
