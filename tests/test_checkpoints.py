@@ -3,6 +3,7 @@
 import functools
 import gc
 import json
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -425,3 +426,19 @@ def test_specs_may_cut_one_dim_over_two_axes(saved):
     state = saved[0].restore(RECIPE, layout)
     assert bits(state) == saved[1]
     assert_lies(state, RECIPE, layout)
+
+
+def test_a_save_that_is_refused_leaves_no_thread_writing(tmp_path):
+    # Enough that writing takes longer than finding out that it is not to be kept.
+    make = lambda: nnx.Linear(2**11, 2**12, use_bias=False, rngs=nnx.Rngs(0))  # noqa: E731
+    batch = jax.ShapeDtypeStruct((8, 2**11), "float32")
+    recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(0.1), batch=batch)
+    state = sw.train_state(recipe, sw.layout(make, sw.mesh("data=8"), "dp"))
+    state.model["kernel"] = state.model["kernel"].at[0, 0].set(jnp.nan)
+    checkpoints = sw.Checkpoints(tmp_path)
+    checkpoints.save(1, state, finite=["model.kernel"])
+    with pytest.raises(sw.NotFinite, match="model.kernel is not finite after step 1"):
+        checkpoints.wait()
+    left = [thread for thread in threading.enumerate() if "Signaling" in type(thread).__name__]
+    assert not left
+    assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,54 @@ class FilesSave(ocp.args.CheckpointArgs):
     files: Mapping[str, Callable[[], str]]
 
 
+class AllEnded:
+    """Ends when each of some futures has, and then raises what the first failing one raised.
+
+    Orbax stops waiting at the first that fails: the others would go on writing into a directory
+    that is about to be removed.
+    """
+
+    def __init__(self, futures: Sequence[ocp.Future]):
+        """Names the futures."""
+        self._futures = futures
+
+    def result(self, timeout: float | None = None) -> None:
+        """Waits for all of them."""
+        until = None if timeout is None else time.monotonic() + timeout
+        failed: list[Exception] = []
+        for one in self._futures:
+            try:
+                one.result(None if until is None else max(0.0, until - time.monotonic()))
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def cancel(self) -> None:
+        """Cancels all of them."""
+        for one in self._futures:
+            one.cancel()
+
+
+class StepHandler(ocp.CompositeCheckpointHandler):
+    """Writes a step's arrays and files, and fails when none of them is being written any more."""
+
+    async def async_save(self, directory: Any, args: Any) -> list[ocp.Future]:  # pyright: ignore[reportIncompatibleMethodOverride] - Orbax passes args by name
+        """Returns what stands for everything being written."""
+        return [AllEnded(await super().async_save(directory, args) or [])]
+
+
+@ocp.args.register_with_handler(StepHandler, for_save=True, for_restore=True)
+class StepSave(ocp.args.Composite):
+    """What a step consists of, by name."""
+
+
 class Writer:
     """Saves asynchronously, one step at a time."""
 
     def __init__(self) -> None:
         """Starts no thread before the first save."""
-        handler = ocp.CompositeCheckpointHandler(
+        handler = StepHandler(
             # Trained weights hardly compress, and compressing them takes most of a save.
             state=ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
             about=FilesHandler(),
@@ -87,7 +129,7 @@ class Writer:
         with _quiet():
             self._checkpointer.save(
                 directory,
-                args=ocp.args.Composite(
+                args=StepSave(
                     state=ocp.args.PyTreeSave(arrays, save_args=save_args),
                     about=FilesSave(files),
                 ),
