@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -244,6 +245,37 @@ def test_xla_s_own_warning_is_parsed():
         'gather(%p), metadata={op_name="jit(step)/gather" source_file="/a/model.py" source_line=3}.'
     )
     assert _INVOLUNTARY.search(line)
+
+
+class Torn(nnx.Module):
+    """Splits an activation by its features, and then by its sequence, in each of some layers."""
+
+    def __init__(self, layers=1):
+        self.up = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        self.layers = layers
+
+    def __call__(self, x):
+        def layer(x, _):
+            hidden = jax.lax.with_sharding_constraint(self.up(x), P("data", None, "model"))
+            return jax.lax.with_sharding_constraint(jnp.sin(hidden), P("data", "model")), None
+
+        return jax.lax.scan(layer, x, length=self.layers)[0]
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_both_specs_of_an_activation_are_named(layers):
+    layout = sw.layout(lambda: Torn(layers), sw.mesh("data=2,model=4"), {"up.*": P(None, "model")})
+    inputs = jax.ShapeDtypeStruct((16, 32, 64), "float32")
+    found = sw.compile(lambda: Torn(layers), layout, inputs=inputs).findings
+    (torn,) = [f for f in found if "made as P('data', None, 'model')" in f.message]
+    assert torn.code == "SW304" and torn.path.endswith(line_of(Torn.__call__, 3))
+    assert f"{layers} all-to-all over 'model'" in torn.message
+    assert "an array of [16, 32, 64]" in torn.message
+    assert torn.message.endswith("wanted as P('data', 'model')")
+
+
+def line_of(function, after):
+    return f"{Path(__file__).name}:{function.__code__.co_firstlineno + after}"
 
 
 # --- saved, compared ------------------------------------------------------------------------------

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
 from jax._src.interpreters import mlir
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh
 
-from ._activations import named_activations
-from ._batch import data_axes
 from ._buffers import largest_buffers
-from ._check import check
 from ._chips import Target
 from ._compile_findings import Facts, compile_findings
 from ._compiled import Compiled, Memory
 from ._compiler import Program, absent_mesh, captured_stderr, compile_absent, compile_here
-from ._findings import Findings, LayoutError
+from ._findings import Findings
 from ._flops import bytes_accessed, flops
 from ._hlo import parse_hlo
+from ._job import Job, job_of, traced
 from ._layout import Layout
 from ._mesh import AnyMesh, show_mesh, target_of
-from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe
-from ._scopes import module_paths, scope_modules
-from ._source import is_users
-from ._step import Blueprint, blueprint, on_mesh
+from ._reshards import Reshard, reshards
 from ._traffic import collectives
 
 
@@ -82,15 +73,15 @@ def compile(
         )
     if isinstance(recipe, Recipe) and inputs is not None:
         raise ValueError("inputs are for a model alone: a recipe has its batch")
-    job = _job(recipe, layout, inputs)
+    job = job_of(recipe, layout, inputs)
     try:
         program = _compiled(job, mesh, show)
     except _NeedsDevices:
         target = target_of(mesh)
         assert target is not None and isinstance(mesh, AbstractMesh)
         there = absent_mesh(target, mesh)
-        there_job = _job(recipe, layout.on(there), inputs)
-        program = compile_here(_traced(there_job).lower(), there, there_job.options)
+        there_job = job_of(recipe, layout.on(there), inputs)
+        program = compile_here(traced(there_job).lower(), there, there_job.options)
     if program.refused and not program.hlo:
         seen = _structure(recipe, layout, inputs, show)
         if seen is not None:
@@ -103,150 +94,42 @@ class _NeedsDevices(Exception):
     """The program is partitioned by functions of this process, for devices that must be known."""
 
 
-def _job(recipe: Any, layout: Layout, inputs: Any) -> _Job:
-    if isinstance(recipe, Recipe):
-        return _training_job(recipe, layout)
-    return _forward_job(recipe, layout, inputs)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Job:
-    """What is compiled: a jitted function with its abstract arguments, and what is known of it."""
-
-    jitted: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    layout: Layout
-    batch: Any
-    paths: tuple[str, ...]
-    parameters_bytes: int
-    optimizer_bytes: int
-    batch_bytes: int
-    accumulate: int = 1
-
-
-def _training_job(recipe: Recipe, layout: Layout) -> _Job:
-    plan: Blueprint = blueprint(recipe, layout)
-    batch = plan.batch
-    return _Job(
-        jitted=plan.jitted(),
-        arguments=(plan.abstract, batch),
-        options=plan.compiler_options,
-        layout=plan.layout,
-        batch=batch,
-        paths=tuple(module_paths(abstract_model(recipe.model).modules[()])),
-        parameters_bytes=_shard_bytes(plan.abstract.model),
-        optimizer_bytes=_shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
-        batch_bytes=_shard_bytes(batch),
-        accumulate=recipe.accumulate,
-    )
-
-
-class Forward:
-    """A model's forward pass as a pure function of its arrays and its inputs."""
-
-    def __init__(self, layout: Layout, graphdef: Any, args: Any, placed: Any):
-        """Keeps what the call needs; makes nothing."""
-        self.layout, self.graphdef, self.args, self.placed = layout, graphdef, args, placed
-
-    def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
-        """Returns what the model returns."""
-        flat = [arrays[leaf.path] for leaf in self.layout.leaves]
-        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
-        model.eval()
-        scope_modules(model)
-        with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
-            given, named = jax.tree.unflatten(self.args, inputs)
-            return model(*given, **named)
-
-
-def _forward_job(model: Any, layout: Layout, inputs: Any) -> _Job:
-    if not isinstance(layout, Layout):
-        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
-    if inputs is None:
-        raise ValueError(
-            "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
-            "or give a Recipe, for a training step"
-        )
-    check(layout).raise_if_errors()
-    abstract = abstract_model(model)
-    leaves = {leaf.keys: leaf for leaf in layout.leaves}
-    keyed = keyed_leaves(abstract.state)
-    missing = [show_path(keys) for keys, _ in keyed if keys not in leaves]
-    if missing:
-        raise ValueError(f"the layout is of another model: it has no {missing[0]}")
-    own = dataclasses.replace(
-        layout,
-        leaves=tuple(leaves[keys] for keys, _ in keyed),
-        treedef=jax.tree.structure(abstract.state),
-    )
-    args = (
-        (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-        if isinstance(inputs, dict) else ((inputs,), {})
-    )  # fmt: skip
-    flat, treedef = jax.tree.flatten(args)
-    placed = [_placed(x, own) for x in flat]
-    arrays = {
-        leaf.path: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=NamedSharding(own.mesh, leaf.spec)
-        )
-        for leaf in own.leaves
-    }
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
-    forward = Forward(own, abstract.graphdef, treedef, placed)
-    return _Job(
-        jitted=jax.jit(forward.__call__, in_shardings=shardings),
-        arguments=(arrays, placed),
-        options={},
-        layout=own,
-        batch=placed,
-        paths=tuple(module_paths(abstract.modules[()])),
-        parameters_bytes=_shard_bytes(arrays),
-        optimizer_bytes=0,
-        batch_bytes=_shard_bytes(placed),
-    )
-
-
-def _placed(x: Any, layout: Layout) -> Any:
-    """Returns an input with its sharding: dim 0 over the data axes, where they divide it."""
-    axes = data_axes(layout)
-    ways = math.prod(layout.mesh.shape[axis] for axis in axes)
-    spec = P(axes) if x.shape and axes and x.shape[0] % ways == 0 else P()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
-
-
-def _shard_bytes(tree: Any) -> int:
-    total = 0
-    for leaf in jax.tree.leaves(tree):
-        total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return total
-
-
-def _compiled(job: _Job, mesh: AnyMesh, show: bool) -> Program:
+def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
     target = target_of(mesh)
     if target is None:
         assert isinstance(mesh, Mesh)
-        return compile_here(_traced(job).lower(), mesh, job.options)
+        return compile_here(traced(job).lower(), mesh, job.options)
     return _handed_over(job, target, mesh, show)
 
 
-def _handed_over(job: _Job, target: Target | None, mesh: AnyMesh, show: bool) -> Program:
+def _handed_over(job: Job, target: Target | None, mesh: AnyMesh, show: bool) -> Program:
+    lowered = _lowered(job, target)
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    same = _without_callers(lowered.as_text(debug_info=True))
+    options = job.options if target is not None else {}
+    return compile_absent(module, target, mesh.shape, options, same, show=show)
+
+
+def _lowered(job: Job, target: Target | None) -> Any:
     platforms = {"gpu": "cuda", "tpu": "tpu"}
     platform = platforms[target.platform] if target is not None else "cpu"
     # Tracing may be what starts JAX's backends: with the compilers installed and no accelerator
     # here, they print that they find none, which is as it should be.
     with captured_stderr():
-        traced = _traced(job)
+        stepped = traced(job)
         try:
-            lowered = traced.lower(lowering_platforms=(platform,))
+            return stepped.lower(lowering_platforms=(platform,))
         except ValueError as error:
             if "require devices to be present" in str(error):
                 raise _NeedsDevices from error
             raise
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    same = _without_callers(lowered.as_text(debug_info=True))
-    options = job.options if target is not None else {}
-    return compile_absent(module, target, mesh.shape, options, same, show=show)
+
+
+def _reshards(job: Job, target: Target | None) -> list[Reshard]:
+    try:
+        return reshards(_lowered(job, target).compiler_ir("stablehlo"))
+    except _NeedsDevices:
+        return []
 
 
 def _structure(recipe: Any, layout: Layout, inputs: Any, show: bool) -> Program | None:
@@ -258,7 +141,7 @@ def _structure(recipe: Any, layout: Layout, inputs: Any, show: bool) -> Program 
     mesh = layout.mesh
     bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
     try:
-        return _handed_over(_job(recipe, layout.on(bare), inputs), None, bare, show)
+        return _handed_over(job_of(recipe, layout.on(bare), inputs), None, bare, show)
     except (ValueError, _NeedsDevices):
         return None
 
@@ -283,26 +166,7 @@ def _without_callers(text: str) -> str:
     return "\n".join(kept)
 
 
-def _traced(job: _Job) -> Any:
-    try:
-        return job.jitted.trace(*job.arguments)
-    except LayoutError:
-        raise
-    except Exception as error:
-        raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
-
-
-def user_traceback(error: BaseException) -> str:
-    """Returns a traceback cut to the user's own frames."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    told = traceback.format_list(frames) + traceback.format_exception_only(error)
-    lines = "".join(told).rstrip().splitlines()
-    text = "\n".join(line for line in lines if line.strip(" ^~"))
-    # JAX appends where its own frames can be found; they are not the user's.
-    return text.partition("\n--------------------")[0]
-
-
-def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
+def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     target = target_of(mesh)
     if target is not None:
         where, platform = str(target), target.platform
@@ -336,11 +200,13 @@ def _told(job: _Job, program: Program, mesh: AnyMesh) -> Compiled:
         cached=program.cached,
         hlo=program.hlo,
     )
-    facts = Facts(job.layout, job.batch, job.accumulate, job.paths, module)
+    facts = Facts(
+        job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, target)
+    )
     return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
 
 
-def _memory_in_words(job: _Job, refused: str, capacity: int | None) -> Memory | None:
+def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | None:
     """Returns what a compiler says of memory where it refuses a program, as far as it says it."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     told = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", refused)
@@ -366,7 +232,7 @@ def _memory_in_words(job: _Job, refused: str, capacity: int | None) -> Memory | 
     )
 
 
-def _memory(job: _Job, stats: dict[str, int], capacity: int | None, target_platform: str) -> Memory:
+def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platform: str) -> Memory:
     arguments = stats["argument_size_in_bytes"]
     outputs = stats["output_size_in_bytes"]
     aliased = stats["alias_size_in_bytes"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from ._findings import CODES, Finding
 from ._hlo import Instruction, Module, Shape, parse_shapes
 from ._layout import Layout
 from ._mesh import show_mesh
+from ._reshards import Reshard
 from ._source import Source, source_of
 from ._spec import padded, show_spec
 from ._table import show_bytes
@@ -40,6 +41,7 @@ class Facts:
     accumulate: int
     paths: tuple[str, ...]
     module: Module | None
+    reshards: Callable[[], list[Reshard]]
 
 
 def compile_findings(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
@@ -286,8 +288,7 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             mismatch = f"it is stored as {show_spec(leaf.spec)} and used as {used}"
             path, help_text = leaf.path, f"store it as {used}, or use it split over {over}"
         else:
-            mismatch = f"what made {largest.shape} and what uses it are split differently"
-            path = place
+            path, mismatch = place, _mismatch(largest, facts)
             help_text = "give both the same spec: drop the constraint there, or move it"
         yield _finding(
             "SW304",
@@ -296,3 +297,22 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             help_text,
             f"at {largest.source.place}" if leaf is not None and largest.source.place else "",
         )
+
+
+def _mismatch(row: Collective, facts: Facts) -> str:
+    """Returns both specs, of what was made and of what is wanted at the collective's line."""
+    axes = set(row.axes)
+    found = []
+    for one in facts.reshards():
+        before, after = ({a for dim in split for a in dim} for split in (one.before, one.after))
+        # An axis that changes dims is on both sides, one that is gathered on the first alone.
+        moved = axes <= before and (row.kind == "all-gather" or axes <= after)
+        if one.place == row.source.place and moved:
+            found.append(one)
+    if not found:
+        return f"what made {row.shape} and what uses it are split differently"
+    most = max(found, key=lambda one: math.prod(one.shape))
+    return (
+        f"an array of {list(most.shape)} is made as {_shown(most.before)} and wanted as "
+        f"{_shown(most.after)}"
+    )

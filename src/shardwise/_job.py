@@ -1,0 +1,162 @@
+"""What is compiled: a training step or a forward pass, jitted, with its abstract arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ._activations import named_activations
+from ._batch import data_axes
+from ._check import check
+from ._findings import LayoutError
+from ._layout import Layout
+from ._model import abstract_model, keyed_leaves, show_path
+from ._recipe import Recipe
+from ._scopes import module_paths, scope_modules
+from ._source import is_users
+from ._step import Blueprint, blueprint, on_mesh
+
+
+def job_of(recipe: Any, layout: Layout, inputs: Any) -> Job:
+    if isinstance(recipe, Recipe):
+        return _training_job(recipe, layout)
+    return _forward_job(recipe, layout, inputs)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What is compiled: a jitted function with its abstract arguments, and what is known of it."""
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    layout: Layout
+    batch: Any
+    paths: tuple[str, ...]
+    parameters_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    accumulate: int = 1
+
+
+def _training_job(recipe: Recipe, layout: Layout) -> Job:
+    plan: Blueprint = blueprint(recipe, layout)
+    batch = plan.batch
+    return Job(
+        jitted=plan.jitted(),
+        arguments=(plan.abstract, batch),
+        options=plan.compiler_options,
+        layout=plan.layout,
+        batch=batch,
+        paths=tuple(module_paths(abstract_model(recipe.model).modules[()])),
+        parameters_bytes=_shard_bytes(plan.abstract.model),
+        optimizer_bytes=_shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
+        batch_bytes=_shard_bytes(batch),
+        accumulate=recipe.accumulate,
+    )
+
+
+class Forward:
+    """A model's forward pass as a pure function of its arrays and its inputs."""
+
+    def __init__(self, layout: Layout, graphdef: Any, args: Any, placed: Any):
+        """Keeps what the call needs; makes nothing."""
+        self.layout, self.graphdef, self.args, self.placed = layout, graphdef, args, placed
+
+    def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
+        """Returns what the model returns."""
+        flat = [arrays[leaf.path] for leaf in self.layout.leaves]
+        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
+        model.eval()
+        scope_modules(model)
+        with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
+            given, named = jax.tree.unflatten(self.args, inputs)
+            return model(*given, **named)
+
+
+def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
+    if not isinstance(layout, Layout):
+        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
+    if inputs is None:
+        raise ValueError(
+            "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
+            "or give a Recipe, for a training step"
+        )
+    check(layout).raise_if_errors()
+    abstract = abstract_model(model)
+    leaves = {leaf.keys: leaf for leaf in layout.leaves}
+    keyed = keyed_leaves(abstract.state)
+    missing = [show_path(keys) for keys, _ in keyed if keys not in leaves]
+    if missing:
+        raise ValueError(f"the layout is of another model: it has no {missing[0]}")
+    own = dataclasses.replace(
+        layout,
+        leaves=tuple(leaves[keys] for keys, _ in keyed),
+        treedef=jax.tree.structure(abstract.state),
+    )
+    args = (
+        (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+        if isinstance(inputs, dict) else ((inputs,), {})
+    )  # fmt: skip
+    flat, treedef = jax.tree.flatten(args)
+    placed = [_placed(x, own) for x in flat]
+    arrays = {
+        leaf.path: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(own.mesh, leaf.spec)
+        )
+        for leaf in own.leaves
+    }
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
+    forward = Forward(own, abstract.graphdef, treedef, placed)
+    return Job(
+        jitted=jax.jit(forward.__call__, in_shardings=shardings),
+        arguments=(arrays, placed),
+        options={},
+        layout=own,
+        batch=placed,
+        paths=tuple(module_paths(abstract.modules[()])),
+        parameters_bytes=_shard_bytes(arrays),
+        optimizer_bytes=0,
+        batch_bytes=_shard_bytes(placed),
+    )
+
+
+def _placed(x: Any, layout: Layout) -> Any:
+    """Returns an input with its sharding: dim 0 over the data axes, where they divide it."""
+    axes = data_axes(layout)
+    ways = math.prod(layout.mesh.shape[axis] for axis in axes)
+    spec = P(axes) if x.shape and axes and x.shape[0] % ways == 0 else P()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
+
+
+def _shard_bytes(tree: Any) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return total
+
+
+def traced(job: Job) -> Any:
+    try:
+        return job.jitted.trace(*job.arguments)
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
+
+
+def user_traceback(error: BaseException) -> str:
+    """Returns a traceback cut to the user's own frames."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    told = traceback.format_list(frames) + traceback.format_exception_only(error)
+    lines = "".join(told).rstrip().splitlines()
+    text = "\n".join(line for line in lines if line.strip(" ^~"))
+    # JAX appends where its own frames can be found; they are not the user's.
+    return text.partition("\n--------------------")[0]
