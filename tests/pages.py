@@ -35,3 +35,10 @@ def run_all(path, name):
             assert printed == code
             shown += 1
     return shown
+
+
+def help_examples(text):
+    """Returns the commands that a command's help shows, each on one line."""
+    joined = text.replace("\\\n", " ")
+    found = re.findall(r"^ +(shardwise (?!COMMAND).*)$", joined, re.M)
+    return [" ".join(line.split()) for line in found]

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise._rules_file import read_rules
+from shardwise._table import show_bytes
 from shardwise.examples import decoder
 
 MESH = ("--mesh", "data=2,model=4")
@@ -91,6 +92,12 @@ def lay(make, rules=None, **options):
     return sw.layout(make, sw.mesh("data=2,model=4", on="none"), rules, **options)
 
 
+def planned(layout, summary="no findings"):
+    """Returns what `plan` prints first: the verdict, then every leaf."""
+    held = f"{show_bytes(layout.bytes_per_device)} of {show_bytes(layout.total_bytes)}"
+    return f"{summary}: each of 8 devices holds {held} (exact)\n\n{layout}\n"
+
+
 def mlp():
     import mlp
 
@@ -105,7 +112,7 @@ TARGETS = ["mlp.py:make", "./mlp.py:live", "mlp:make", "mlp.py:factories.make"]
 def test_plan_prints_the_layout_and_its_findings(run, target):
     status, out, err = run("plan", target, *MESH, "--strategy", "tensor")
     assert (status, err) == (0, "")
-    assert out == f"{lay(mlp().make, 'tensor')}\nno findings\n"
+    assert out == planned(lay(mlp().make, "tensor"))
 
 
 def test_plan_of_a_recipe_counts_its_optimizer(run):
@@ -113,7 +120,7 @@ def test_plan_of_a_recipe_counts_its_optimizer(run):
     layout = lay(mlp().make, "tensor")
     moments = layout.for_optimizer(mlp().recipe.optimizer)
     assert (status, err) == (0, "")
-    assert out == (f"{layout}\noptimizer: 2.2 KiB of 8.4 KiB on each device (exact)\nno findings\n")
+    assert out == planned(layout) + "optimizer: 2.2 KiB of 8.4 KiB on each device (exact)\n"
     out = json.loads(
         run("plan", "mlp.py:recipe", *MESH, "--strategy", "tensor", "--format", "json")[1]
     )
@@ -156,7 +163,7 @@ def test_logical_names_and_a_strategy_from_a_rules_file(run):
     status, out, _ = run("plan", "mlp.py:named", *MESH, "--rules", "named.toml")
     layout = lay(mlp().named, "fsdp", logical={"embed": None, "mlp": ("data", "model")})
     assert layout["kernel"].spec == P(None, ("data", "model"))
-    assert status == 0 and out.startswith(f"{layout}\n")
+    assert status == 0 and out.startswith(planned(layout, sw.check(layout).summary))
 
 
 def test_inputs_are_traced_and_explained(run):
@@ -303,7 +310,7 @@ def test_a_target_may_start_a_backend_when_it_is_imported(folder, monkeypatch):
     done = start("plan", "backend.py:make", *MESH, "--on", "cpu:8", "--strategy", "tensor")
     assert done.returncode == 0, done.stderr
     monkeypatch.syspath_prepend(folder)
-    assert done.stdout == f"{lay(mlp().make, 'tensor')}\nno findings\n"
+    assert done.stdout == planned(lay(mlp().make, "tensor"))
     assert done.stderr.startswith("8\n")  # what the target prints
 
 

@@ -1,11 +1,15 @@
 """The commands that run: `train`, `checkpoints`, `launch` and `demo`."""
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pages
 import pytest
 
 FILES = {
@@ -28,6 +32,16 @@ plain = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(1e-3), batch=batch)
 data = sw.data(np.ones((64, 16), "float32"))
 """,
     "bare.py": "from small import recipe",
+    "train.py": """
+import jax, optax
+import shardwise as sw
+from flax import nnx
+
+recipe = sw.Recipe(
+    model=lambda: nnx.Embed(64, 16, rngs=nnx.Rngs(0)), loss=lambda model, x: (model(x) ** 2).mean(),
+    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, 16), "int32"),
+)
+""",
 }
 pytestmark = pytest.mark.usefixtures("folder")
 RUN = ("--mesh", "data=8", "--on", "cpu:8", "--strategy", "dp")
@@ -101,7 +115,7 @@ WRONG = {
     ),
     "something else": (
         ("checkpoints", "."),
-        "{folder} has no checkpoints: it holds bare.py, small.py",
+        "{folder} has no checkpoints: it holds bare.py, small.py, train.py",
     ),
     "a preflight onto nothing": (
         ("checkpoints", ".", "--preflight", "small.py:recipe"),
@@ -135,8 +149,19 @@ def test_launch_returns_the_status_of_its_processes():
     assert (done.returncode, done.stdout) == (3, "[0] 0\n")
 
 
+def test_the_example_of_launch_s_help_runs(run, folder):
+    (line,) = pages.help_examples(run("launch", "--help")[1])
+    np.save(folder / "tokens.npy", np.arange(2000, dtype="uint16") % 64)
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        shlex.split(line), env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "step 2/2" in done.stdout + done.stderr, done.stderr
+
+
 def test_demo_shows_a_whole_run(run):
-    status, out, err = run("demo", "--steps", "4", "--checkpoints", "runs/demo")
+    (line,) = pages.help_examples(run("demo", "--help")[1])
+    status, out, err = run(*shlex.split(line)[1:], "--checkpoints", "runs/demo")
     assert status in (None, 0), err
     titles = re.findall(r"^\d\. ([\w ]+):", out, re.MULTILINE)
     assert titles == ["Lay out", "Check", "Initialise", "Train", "Restore", "Where it lies"]

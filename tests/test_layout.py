@@ -269,7 +269,7 @@ up.kernel    float32[16,32]  P(('data', 'model'))  [2,32]              256 B    
     assert (str(wrong()), repr(wrong())) == (text, text)
 
 
-def test_repeated_layers_are_folded_and_html_escapes():
+def test_repeated_layers_are_folded():
     class Deep(nnx.Module):
         def __init__(self):
             self.grid = nnx.List([nnx.List([Table(jnp.zeros(4))]) for _ in range(12)])
@@ -278,10 +278,6 @@ def test_repeated_layers_are_folded_and_html_escapes():
 
     rows = [line.partition("  ")[0] for line in str(lay(Deep)).splitlines()[1:-1]]
     assert rows == ["grid.{0..11}.0 ×12", "odd.* ×2", "odd.1", "parts.<b>&'"]
-    page = lay(Deep)._repr_html_()
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
-    assert cells[::6] == [*rows[:3], "parts.&lt;b&gt;&amp;&#x27;"] and "<b>" not in page
-    assert "<caption>16 leaves on data=2,model=4: " in page
 
 
 def test_an_unknown_path_names_the_nearest():

@@ -18,8 +18,17 @@ def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
 def test_there_are_pages():
     assert [page.stem for page in PAGES] == [
         "absent_chips",
+        "budgets",
         "checkpoints",
+        "from_flax",
+        "from_fsdp2",
+        "from_maxtext",
         "many_hosts",
         "training",
+        "index",
+        "into_a_mesh",
+        "parallelism",
         "shard_map",
+        "specs",
+        "state_and_layout",
     ]

@@ -1,53 +1,28 @@
 """Shardwise plans, checks, simulates, compiles and runs the sharding of Flax NNX models on JAX."""
 
-from ._attention import sequence_parallel_attention as sequence_parallel_attention
-from ._audit import audit as audit
-from ._budget import BudgetExceeded as BudgetExceeded
-from ._budget import assert_budget as assert_budget
-from ._check import check as check
-from ._checkpoints import CheckpointError as CheckpointError
-from ._checkpoints import Checkpoints as Checkpoints
-from ._compare import CompiledDiff as CompiledDiff
-from ._compare import diff as diff
-from ._compile import compile as compile
-from ._compiled import Compiled as Compiled
-from ._compiled import load_compiled as load_compiled
-from ._compiler import CompileError as CompileError
-from ._data import Data as Data
-from ._data import data as data
-from ._diff import LayoutDiff as LayoutDiff
-from ._distributed import distributed as distributed
-from ._events import Event as Event
-from ._events import Shards as Shards
-from ._events import Trace as Trace
-from ._findings import Finding as Finding
-from ._findings import Findings as Findings
-from ._findings import LayoutError as LayoutError
-from ._fit import fit as fit
-from ._layout import Layout as Layout
-from ._layout import layout as layout
-from ._layout import load_layout as load_layout
-from ._leaf import Leaf as Leaf
-from ._leaf import Opinion as Opinion
-from ._mesh import mesh as mesh
-from ._peers import LostProcess as LostProcess
-from ._peers import Processes as Processes
-from ._pipeline import Pipeline as Pipeline
-from ._pipeline import pipeline as pipeline
-from ._place import init as init
-from ._place import shard as shard
-from ._preflight import Preflight as Preflight
-from ._recipe import Recipe as Recipe
-from ._rules import by_rank as by_rank
-from ._rules import replicate as replicate
-from ._simulate import Simulation as Simulation
-from ._simulate import simulate as simulate
-from ._state import TrainState as TrainState
-from ._stopping import Stopped as Stopped
-from ._strategies import fsdp as fsdp
-from ._tensor import tensor as tensor
-from ._timetable import Timetable as Timetable
-from ._train import Step as Step
-from ._train import train_state as train_state
-from ._train import train_step as train_step
-from ._watch import NotFinite as NotFinite
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403  (a type checker reads its names)
+else:
+    # The first name that is asked for brings JAX and Flax: `shardwise --help`, and the shell that
+    # completes a word, ask for none and answer at once.
+    def _load() -> dict[str, Any]:
+        public = importlib.import_module("._public", __name__)
+        found = {name: x for name, x in vars(public).items() if not name.startswith("_")}
+        globals().update(found)
+        return found
+
+    def __getattr__(name: str) -> Any:
+        if name == "__all__":
+            return sorted(_load())
+        # What is private is a module, and never asked of them.
+        if name.startswith("_") or name not in _load():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_load()} - {"Any", "TYPE_CHECKING", "annotations", "importlib"})

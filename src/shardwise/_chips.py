@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from typing import Any
 
@@ -171,8 +172,10 @@ def parse_target(text: str) -> Target:
     name, colon, sizes = text.partition(":")
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
+        near = difflib.get_close_matches(name.strip().lower(), CHIPS, n=2, cutoff=0.6)
+        hint = f" (near ones: {', '.join(near)})" if near else ""
         raise ValueError(
-            f"on={text!r} names no chip that is known: use None (the devices that are here), "
+            f"on={text!r} names no chip that is known{hint}: use None (the devices that are here), "
             f"'cpu:N', 'none', or one of {', '.join(CHIPS)} with its topology, such as 'v5p:4x8x8'"
         )
     like = "x".join("8" if chip.platform == "gpu" else "4" for _ in range(chip.dims))

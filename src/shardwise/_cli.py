@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
-from . import _cli_compile, _cli_plan, _cli_run
+from . import _cli_compile, _cli_learn, _cli_plan, _cli_report, _cli_run
 from ._cli_options import app
-from ._target import last_frame
 
-__all__ = ["_cli_compile", "_cli_plan", "_cli_run", "app", "main"]
+__all__ = ["_cli_compile", "_cli_learn", "_cli_plan", "_cli_report", "_cli_run", "app", "main"]
 
 
 def main() -> None:
@@ -19,11 +19,16 @@ def main() -> None:
         status = app(standalone_mode=False)
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # as `shardwise plan … | head` does: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 141
     except Exception as error:
         # Typer's own errors (a wrong option, a missing argument) carry a ready message.
         ready = getattr(error, "format_message", None)
         text = str(ready() if callable(ready) else error)
         if ready is None:
+            from ._target import last_frame
+
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             text = f"{kind}{text}{last_frame(error)}"
         print(f"shardwise: {' '.join(text.split())}", file=sys.stderr)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import json
 import platform
 import re
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ._chips import CHIPS
+from ._cli_help import OUTPUT
 from ._cli_options import (
     TARGETS,
     BatchOption,
+    Format,
+    FormatOption,
     InputsOption,
     MeshOption,
     OnOption,
@@ -24,38 +25,41 @@ from ._cli_options import (
     RulesOption,
     StrategyOption,
     Target,
-    app,
+    command,
     compile_target,
     lay_out,
     require_devices,
     require_writable,
     save_to,
 )
-from ._cli_plan import PlanFormat
-from ._compilers import find_compiler
-from ._table import show_bytes, text_table
+from ._terminal import tell, tell_json, working
 
 
-@app.command(
+@command(
     name="compile",
     help=f"""Compile the training step with the real compiler of the chips, which need not be here.
 
-The verdict comes first: whether it fits, and how much is to spare. Then memory, collectives by axis
-with the lines that caused them, and findings.
+The verdict comes first: whether it fits, and how much is to spare. Then the memory of one device,
+drawn against what it can hold, collectives by axis with the lines that caused them, and findings.
+Of a model that is no recipe, the forward pass is compiled: say what it is called with.
 
 {TARGETS}
 
 Examples:
 
 \b
-  shardwise compile llama3-8b --mesh data=64 --on h100:8x8 --strategy fsdp --batch 128x4096
+  shardwise compile shardwise.examples.decoder:make --mesh data=2,model=4 --on v5e:2x4 \\
+    --strategy fsdp+tensor --inputs "int32[8,128]"
 
 \b
-  shardwise compile llama3-70b --mesh data=64,model=4 --on v5p:4x8x8 --strategy fsdp+tensor \\
-    --batch 256x4096
+  shardwise compile train.py:recipe --mesh data=4 --on h100:1x4 --strategy fsdp --batch 64 \\
+    --save compiled.json
 
 \b
   shardwise compile train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --format json
+
+A published shape takes longer: llama3-8b on 64 H100 half a minute, llama3-70b on 256 v5p a whole
+one. It is kept, so that the same question is answered at once.
 
 Exit status: 0 fits, 1 does not fit, 2 could not run.""",
 )
@@ -70,34 +74,49 @@ def compile_command(
     remat: RematOption = None,
     save: Annotated[
         str | None,
-        typer.Option("--save", metavar="FILE", help="Write it as JSON, to compare with later."),
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write it as JSON, to compare with later.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    format: Annotated[
-        PlanFormat, typer.Option("--format", help="How to print it.")
-    ] = PlanFormat.text,
+    format: FormatOption = Format.text,
 ) -> None:
     """Compiles a step and says what it costs."""
     require_devices(on)
     require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
     compiled = compile_target(target, found, made, inputs)
-    if format is PlanFormat.json:
-        typer.echo(json.dumps(compiled.to_dict(), indent=2))
+    if format is Format.json:
+        tell_json(compiled.to_dict())
     else:
-        typer.echo(str(compiled))
+        from ._cli_bars import memory_bar
+
+        tell(compiled.verdict)
+        if compiled.memory is not None:
+            tell(memory_bar(compiled.memory))
+        tell(f"\n{compiled.details}")
     save_to(save, compiled)
     raise typer.Exit(1 if compiled.fits is False else 0)
 
 
-@app.command(help="Print what is known of each chip that a mesh can be made of.")
-def chips(
-    format: Annotated[
-        PlanFormat, typer.Option("--format", help="How to print it.")
-    ] = PlanFormat.text,
-) -> None:
+@command(
+    help="""Print what is known of each chip that a mesh can be made of.
+
+Facts of the makers' datasheets, and of the compilers; the last column says which.
+
+Example:
+
+\b
+  shardwise chips --format json"""
+)
+def chips(format: FormatOption = Format.text) -> None:
     """Prints the table of chips."""
-    if format is PlanFormat.json:
-        typer.echo(json.dumps([dataclasses.asdict(chip) for chip in CHIPS.values()], indent=2))
+    from ._table import show_bytes, text_table
+
+    if format is Format.json:
+        tell_json([dataclasses.asdict(chip) for chip in CHIPS.values()])
         return
     header = (
         "chip", "JAX calls it", "topology", "HBM", "usable by a device", "HBM/s", "bf16 flop/s",
@@ -119,12 +138,34 @@ def chips(
         )
         for chip in CHIPS.values()
     ]
-    typer.echo(text_table(header, rows, right=range(3, 10)))
+    tell(text_table(header, rows, right=range(3, 10)))
 
 
-@app.command(help="Print the published model shapes that compile, plan and check take by name.")
-def models() -> None:
+@command(
+    help="""Print the published model shapes that compile, plan and check take by name.
+
+Example:
+
+\b
+  shardwise models --format json"""
+)
+def models(format: FormatOption = Format.text) -> None:
     """Prints the models by name."""
+    with working("counting the parameters of each model"):
+        rows = _models()
+    if format is Format.json:
+        tell_json(rows)
+        return
+    from ._table import text_table
+
+    cells = [
+        (row["name"], f"{row['parameters'] / 1e9:.3f} B", str(row["layers"]), str(row["width"]))
+        for row in rows
+    ]
+    tell(text_table(("model", "parameters", "layers", "width"), cells, right=(1, 2, 3)))
+
+
+def _models() -> list[dict[str, Any]]:
     from ._layout import layout
     from ._mesh import mesh
     from ._named import make_named
@@ -133,38 +174,76 @@ def models() -> None:
     rows = []
     for name, config in CONFIGS.items():
         laid = layout(make_named(name), mesh("data=1", on="none"))
+        sizes = {key: getattr(config, key) for key in ("layers", "width", "hidden", "heads")}
         count = sum(leaf.size for leaf in laid.leaves)
-        rows.append((name, f"{count / 1e9:.3f} B", str(config.layers), str(config.width)))
-    typer.echo(text_table(("model", "parameters", "layers", "width"), rows, right=(1, 2, 3)))
+        rest = {"kv_heads": config.key_heads, "vocab": config.vocab, "experts": config.experts}
+        rows.append({"name": name, "parameters": count, **sizes, **rest})
+    return rows
 
 
-@app.command(help="Say which compilers and devices can be used here, and how to get the others.")
-def doctor() -> None:
+@command(
+    help="""Say which compilers and devices can be used here, and how to get the others.
+
+Example:
+
+\b
+  shardwise doctor --format json"""
+)
+def doctor(format: FormatOption = Format.text) -> None:
     """Prints what is usable here."""
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
-    }
-    told = ", ".join(f"{name} {version}" for name, version in versions.items())
-    typer.echo(f"Python {platform.python_version()}, {told}")
-    typer.echo(f"devices here: {_devices()}")
-    for kind, chips_of in (("tpu", "TPU"), ("gpu", "GPU")):
-        found = find_compiler(kind)
-        names = ", ".join(chip.name for chip in CHIPS.values() if chip.platform == kind)
-        if found.problem:
-            typer.echo(f"{chips_of} compiler ({names}): no; a mesh of them {found.problem}")
+    with working("asking JAX for its devices"):
+        found = _doctor()
+    if format is Format.json:
+        tell_json(found)
+        return
+    told = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    tell(f"Python {found['python']}, {told}")
+    tell(f"devices here: {found['devices']}")
+    for row in found["compilers"]:
+        what = f"{row['platform'].upper()} compiler ({', '.join(row['chips'])})"
+        if row["problem"]:
+            tell(f"{what}: no; a mesh of them {row['problem']}")
         else:
-            have = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-            typer.echo(f"{chips_of} compiler ({names}): yes, {have}")
-    cudnn_name = f"nvidia-cudnn-cu{'12' if 'jax-cuda12-plugin' in found.versions else '13'}"
-    try:
-        cudnn = importlib.metadata.version(cudnn_name)
-        typer.echo(f"cuDNN, for its attention on absent GPUs: yes, {cudnn}")
-    except importlib.metadata.PackageNotFoundError:
-        typer.echo(
-            "cuDNN, for its attention on absent GPUs: no, XLA's attention is compiled instead; "
-            f"pip install {cudnn_name}"
+            have = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+            tell(f"{what}: yes, {have}")
+    cudnn = "cuDNN, for its attention on absent GPUs"
+    if found["cudnn"]["version"]:
+        tell(f"{cudnn}: yes, {found['cudnn']['version']}")
+    else:
+        package = found["cudnn"]["package"]
+        tell(f"{cudnn}: no, XLA's attention is compiled instead; pip install {package}")
+
+
+def _doctor() -> dict[str, Any]:
+    import importlib.metadata  # slow, and help needs none of it
+
+    from ._compilers import find_compiler
+
+    names = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
+    compilers = []
+    for kind in ("tpu", "gpu"):
+        found = find_compiler(kind)
+        compilers.append(
+            {
+                "platform": kind,
+                "chips": [chip.name for chip in CHIPS.values() if chip.platform == kind],
+                "versions": found.versions,
+                "problem": found.problem,
+            }
         )
+    cuda = "12" if "jax-cuda12-plugin" in compilers[-1]["versions"] else "13"
+    package = f"nvidia-cudnn-cu{cuda}"
+    try:
+        cudnn = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        cudnn = None
+    return {
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+        "devices": _devices(),
+        "compilers": compilers,
+        "cudnn": {"package": package, "version": cudnn},
+    }
 
 
 def _devices() -> str:

@@ -1,51 +1,67 @@
-"""What the commands share: the application, their options, and laying a target out."""
+"""What the commands share: the application, their options, and laying a target out.
+
+JAX and Flax are imported by what needs them, not here: help and completion need neither.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import enum
+import functools
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import jax
 import typer
 
-from ._compile import compile as compile_step
-from ._compiled import Compiled
-from ._compiler import captured_stderr
-from ._findings import LayoutError
-from ._layout import Layout, layout
-from ._mesh import mesh as make_mesh
-from ._mesh import target_of
-from ._named import is_named, named_recipe, parse_batch, with_batch
-from ._recipe import Recipe, remat_policy
-from ._rules_file import read_rules
-from ._target import load_target, parse_inputs
+from ._cli_complete import complete_devices, complete_policy, complete_strategy, complete_target
+from ._cli_help import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
+from ._terminal import working
+
+if TYPE_CHECKING:
+    from ._compiled import Compiled
+    from ._layout import Layout
 
 app = typer.Typer(
     name="shardwise",
+    cls=Group,
     context_settings={"max_content_width": 110},
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+command = functools.partial(app.command, cls=Command)
 
 TARGETS = """TARGET is path/to/file.py:name or package.module:name: a function of no arguments
 that returns an nnx.Module, such a module, or a Recipe; or a published shape: see shardwise models."""
 
 
+class Format(enum.StrEnum):
+    """How a result is printed."""
+
+    text = "text"
+    json = "json"
+
+
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="file.py:name, module:name, or a published shape such as llama3-8b."
+        metavar="TARGET",
+        help="file.py:name, module:name, or a published shape such as llama3-8b.",
+        autocompletion=complete_target,
     ),
 ]
 MeshOption = Annotated[
-    str, typer.Option("--mesh", metavar="AXES", help="Axes and sizes, such as data=2,model=4.")
+    str,
+    typer.Option(
+        "--mesh",
+        metavar="AXES",
+        help="Axes and sizes, such as data=2,model=4.",
+        rich_help_panel=MODEL,
+    ),
 ]
 OnOption = Annotated[
     str,
@@ -54,18 +70,27 @@ OnOption = Annotated[
         metavar="DEVICES",
         help="none (arithmetic only), here (the devices present), cpu:8 (virtual CPU devices), "
         "or chips that are not here, such as v5p:4x8x8 or h200:8x8.",
+        rich_help_panel=MODEL,
+        autocompletion=complete_devices,
     ),
 ]
 StrategyOption = Annotated[
     str | None,
     typer.Option(
-        "--strategy", metavar="NAME", help="dp, fsdp, tensor, or joined by +: fsdp+tensor."
+        "--strategy",
+        metavar="NAME",
+        help="dp, fsdp, tensor, or joined by +: fsdp+tensor.",
+        rich_help_panel=MODEL,
+        autocompletion=complete_strategy,
     ),
 ]
 RulesOption = Annotated[
     str | None,
     typer.Option(
-        "--rules", metavar="FILE", help="A TOML file of path patterns, logical names and strategy."
+        "--rules",
+        metavar="FILE",
+        help="A TOML file of path patterns, logical names and strategy.",
+        rich_help_panel=MODEL,
     ),
 ]
 BatchOption = Annotated[
@@ -74,6 +99,7 @@ BatchOption = Annotated[
         "--batch",
         metavar="SIZES",
         help="The batch's first dims, such as 256 or 256x4096 (sequences x tokens).",
+        rich_help_panel=STEP,
     ),
 ]
 RematOption = Annotated[
@@ -83,6 +109,8 @@ RematOption = Annotated[
         metavar="POLICY",
         help="What is kept for the backward pass: a name of jax.checkpoint_policies, or none for "
         "no rematerialisation. Published shapes keep nothing of a block unless told.",
+        rich_help_panel=STEP,
+        autocompletion=complete_policy,
     ),
 ]
 InputsOption = Annotated[
@@ -92,19 +120,34 @@ InputsOption = Annotated[
         metavar="SHAPES",
         help="What the model is called with, such as int32[8,128], several joined by ; "
         "the tensor strategy then traces the forward pass instead of guessing.",
+        rich_help_panel=MODEL,
+    ),
+]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="How to print it; docs/reference/json.md describes the JSON.",
+        rich_help_panel=OUTPUT,
     ),
 ]
 
 
-@app.callback(
-    help="""Plan and check the sharding of Flax NNX models on JAX, before renting a chip.
+def _show_version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
 
-Start with the decoder that ships with the package:
+        typer.echo(f"shardwise {importlib.metadata.version('shardwise')}")
+        raise typer.Exit()
 
-\b
-  shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor"""
-)
-def _root() -> None:
+
+@app.callback(help=ABOUT, epilog=ENDING)
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
     """Holds the help of the command itself."""
 
 
@@ -119,18 +162,38 @@ def lay_out(
     remat: str | None = None,
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
+    with working(f"laying out {target}"):
+        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
+
+
+def _lay_out(
+    target: str,
+    mesh: str,
+    on: str,
+    strategy: str | None,
+    rules: str | None,
+    inputs: str | None,
+    batch: str | None,
+    remat: str | None,
+) -> tuple[Any, Layout]:
+    import dataclasses
+
+    import jax
+
+    from ._layout import layout
+    from ._named import is_named, named_recipe, parse_batch, with_batch
+    from ._recipe import Recipe
+    from ._rules_file import read_rules
+    from ._target import load_target, parse_inputs
+
     sizes = parse_batch(batch) if batch is not None else None
     if remat is not None:
         _require_policy(remat)
     # The mesh comes first: importing the target may start a backend with too few devices.
-    if on == "here":
-        # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
-        with captured_stderr():
-            made_mesh = make_mesh(mesh)
-    else:
+    if on != "here":
         # No accelerator is meant, so none is looked for, nor heard of.
         jax.config.update("jax_platforms", "cpu")
-        made_mesh = make_mesh(mesh, on=on)
+    made_mesh = _make_mesh(mesh, on)
     shapes = parse_inputs(inputs) if inputs is not None else None
     file = read_rules(rules) if rules is not None else None
     given: list[Any] = list(file.rules) if file is not None else []
@@ -164,7 +227,24 @@ def lay_out(
     return found, made
 
 
+def _make_mesh(mesh: str, on: str) -> Any:
+    from ._compiler import captured_stderr
+    from ._mesh import mesh as make_mesh
+
+    if on == "here":
+        # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
+        with captured_stderr():
+            return make_mesh(mesh)
+    try:
+        return make_mesh(mesh, on=on)
+    except ValueError as error:
+        # A shell has a word for what is None in Python.
+        raise ValueError(str(error).replace("use None (the", "use here (the")) from error
+
+
 def _require_policy(remat: str) -> None:
+    from ._recipe import remat_policy
+
     if remat == "none":
         return
     try:
@@ -190,6 +270,12 @@ def compile_target(target: str, found: Any, made: Layout, inputs: str | None) ->
     Raises:
         ValueError: the layout has errors, or it is not known what a model is called with.
     """
+    from ._compile import compile as compile_step
+    from ._findings import LayoutError
+    from ._mesh import target_of
+    from ._recipe import Recipe
+    from ._target import parse_inputs
+
     if not isinstance(found, Recipe) and inputs is None:
         raise ValueError(
             f"target {target!r} is a model: say what it is called with, such as "
@@ -197,11 +283,13 @@ def compile_target(target: str, found: Any, made: Layout, inputs: str | None) ->
         )
     # A recipe has its batch: inputs are for its layout alone.
     shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
-    ending = _ends_in_order() if target_of(made.mesh) is not None else contextlib.nullcontext()
+    chips = target_of(made.mesh)
+    ending = _ends_in_order() if chips is not None else contextlib.nullcontext()
+    where = f" for {chips}" if chips is not None else ""
     try:
         # What the user's own code prints must not stand in our output.
-        with ending, contextlib.redirect_stdout(sys.stderr):
-            return compile_step(found, made, inputs=shapes)
+        with ending, contextlib.redirect_stdout(sys.stderr), working(f"compiling {target}{where}"):
+            return compile_step(found, made, inputs=shapes, show=False)
     except LayoutError as error:
         more = len(error.findings) - 1
         rest = f"; and {more} more, which shardwise check shows" if more else ""
@@ -230,17 +318,17 @@ def _ends_in_order() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def require_writable(path: str | None) -> None:
-    """Raises if `--save` cannot be done: better before the work than after it."""
+def require_writable(path: str | None, option: str = "--save") -> None:
+    """Raises if a file cannot be written: better before the work than after it."""
     if path is None:
         return
     place = Path(path)
     if place.is_dir():
-        raise ValueError(f"--save {path} is a folder: name a file")
+        raise ValueError(f"{option} {path} is a folder: name a file")
     if not place.parent.is_dir():
-        raise ValueError(f"--save {path} cannot be written: there is no folder {place.parent}")
+        raise ValueError(f"{option} {path} cannot be written: there is no folder {place.parent}")
     if not os.access(place if place.exists() else place.parent, os.W_OK):
-        raise ValueError(f"--save {path} cannot be written: permission denied")
+        raise ValueError(f"{option} {path} cannot be written: permission denied")
 
 
 def save_to(path: str | None, made: Layout | Compiled) -> None:

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._check import check as check_layout
+from ._cli_help import OUTPUT, STEP
 from ._cli_options import (
     TARGETS,
     BatchOption,
+    Format,
+    FormatOption,
     InputsOption,
     MeshOption,
     OnOption,
+    RematOption,
     RulesOption,
     StrategyOption,
     Target,
-    app,
+    command,
     compile_target,
     lay_out,
     require_devices,
     require_writable,
     save_to,
 )
-from ._findings import Findings
-from ._layout import Layout
-from ._mesh import show_mesh
-from ._recipe import Recipe
-from ._spec import show_spec
-from ._table import show_bytes
+from ._terminal import tell, tell_json
 
-
-class PlanFormat(enum.StrEnum):
-    """How a plan is printed."""
-
-    text = "text"
-    json = "json"
+if TYPE_CHECKING:
+    from ._compiled import Compiled
+    from ._findings import Findings
+    from ._layout import Layout
 
 
 class CheckFormat(enum.StrEnum):
@@ -50,8 +45,11 @@ class CheckFormat(enum.StrEnum):
     github = "github"
 
 
-@app.command(
+@command(
     help=f"""Lay a model out on a mesh and show what every device holds.
+
+The verdict comes first, then, on chips with a name, a bar of their memory, then every leaf: its
+spec, its shard, its bytes on each device (exact), in how many copies. Layers alike are one row.
 
 {TARGETS}
 
@@ -59,6 +57,9 @@ Examples:
 
 \b
   shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor
+
+\b
+  shardwise plan llama3-8b --mesh data=64 --on h100:8x8 --strategy fsdp --tree
 
 \b
   shardwise plan model.py:make --mesh data=64,model=4 --on v5p:4x8x8 --strategy fsdp+tensor \\
@@ -77,25 +78,49 @@ def plan(
     rules: RulesOption = None,
     inputs: InputsOption = None,
     batch: BatchOption = None,
+    remat: RematOption = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile it too: see shardwise compile.")
+        bool,
+        typer.Option(
+            "--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP
+        ),
     ] = False,
-    save: Annotated[
-        str | None, typer.Option("--save", metavar="FILE", help="Write the layout as a lockfile.")
-    ] = None,
+    tree: Annotated[
+        bool,
+        typer.Option(
+            "--tree",
+            help="Show it as a tree of modules, with each one's share.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = False,
     explain: Annotated[
         str | None,
-        typer.Option("--explain", metavar="PATH", help="Say who decided this leaf's spec."),
+        typer.Option(
+            "--explain",
+            metavar="PATH",
+            help="Say who decided this leaf's spec, instead.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
-    format: Annotated[
-        PlanFormat, typer.Option("--format", help="How to print it.")
-    ] = PlanFormat.text,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write the layout as a lockfile.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    format: FormatOption = Format.text,
 ) -> None:
     """Lays a model out and shows it."""
+    from ._check import check as check_layout
+    from ._recipe import Recipe
+
     if compile:
         require_devices(on)
         require_writable(save)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
     findings = check_layout(made)
     compiled = None
     if compile and not findings.errors:
@@ -104,34 +129,25 @@ def plan(
         made.for_optimizer(found.optimizer, wrt=found.wrt) if isinstance(found, Recipe) else None
     )
     if explain is not None:
-        try:
-            typer.echo(made.explain(explain))
-        except KeyError as error:
-            raise ValueError(error.args[0]) from error
-    elif format is PlanFormat.json:
+        _explain(made, explain, format)
+    elif format is Format.json:
         plan_json = _plan_json(made, optimizer, findings)
         if compile:
             plan_json["compiled"] = compiled.to_dict() if compiled is not None else None
-        typer.echo(json.dumps(plan_json, indent=2))
+        tell_json(plan_json)
     else:
-        typer.echo(str(made))
-        if optimizer is not None:
-            typer.echo(
-                f"optimizer: {show_bytes(optimizer.bytes_per_device)} of "
-                f"{show_bytes(optimizer.total_bytes)} on each device (exact)"
-            )
-        typer.echo(str(findings) if findings else findings.summary)
-        if compiled is not None:
-            typer.echo(f"\n{compiled}")
-        elif compile:
-            typer.echo("\nnot compiled: the layout has errors")
+        _show_plan(made, optimizer, findings, compiled, tree)
+        if compile and compiled is None:
+            tell("\nnot compiled: the layout has errors")
     save_to(save, made)
     unfit = compiled is not None and compiled.fits is False
     raise typer.Exit(1 if findings.errors or unfit else 0)
 
 
-@app.command(
+@command(
     help=f"""Check a layout: every problem at once, with its code, path, numbers and help.
+
+Each code, such as SW104, has its page in docs/codes.
 
 {TARGETS}
 
@@ -157,13 +173,26 @@ def check(
     inputs: InputsOption = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", metavar="CODE:PATTERN", help="A finding that is meant."),
+        typer.Option(
+            "--allow",
+            metavar="CODE:PATTERN",
+            help="A finding that is meant; may be given several times.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     format: Annotated[
-        CheckFormat, typer.Option("--format", help="How to print findings.")
+        CheckFormat,
+        typer.Option(
+            "--format",
+            help="How to print findings: in full, one line each, as JSON "
+            "(docs/reference/json.md), or as annotations of GitHub Actions.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = CheckFormat.text,
 ) -> None:
     """Checks a layout and prints its findings."""
+    from ._check import check as check_layout
+
     allowed = _parse_allow(allow or [])
     _, made = lay_out(target, mesh, on, strategy, rules, inputs)
     findings = check_layout(made, allow=allowed)
@@ -172,12 +201,12 @@ def check(
             typer.echo(findings.to_json())
         case CheckFormat.concise:
             for finding in findings:
-                typer.echo(finding.concise)
+                tell(finding.concise)
         case CheckFormat.github:
             for finding in findings:
-                typer.echo(finding.github)
+                tell(finding.github)
         case CheckFormat.text:
-            typer.echo(str(findings))
+            tell(str(findings))
     raise typer.Exit(1 if findings else 0)
 
 
@@ -191,26 +220,98 @@ def _parse_allow(given: list[str]) -> dict[str, list[str]]:
     return allowed
 
 
+def _show_plan(
+    made: Layout,
+    optimizer: Layout | None,
+    findings: Findings,
+    compiled: Compiled | None,
+    tree: bool,
+) -> None:
+    from ._cli_bars import layout_bar, memory_bar
+    from ._cli_tree import tree_text
+    from ._mesh import target_of
+    from ._table import show_bytes
+
+    chips = target_of(made.mesh)
+    if compiled is not None:
+        tell(compiled.verdict)
+    tell(_verdict(made, findings))
+    if compiled is not None and compiled.memory is not None:
+        tell(memory_bar(compiled.memory))
+    elif chips is not None and not findings.errors:
+        tell(layout_bar(made, optimizer, chips.chip.capacity_bytes))
+    tell("")
+    tell(tree_text(made) if tree else str(made))
+    if optimizer is not None:
+        tell(
+            f"optimizer: {show_bytes(optimizer.bytes_per_device)} of "
+            f"{show_bytes(optimizer.total_bytes)} on each device (exact)"
+        )
+    if findings:
+        tell(f"\n{findings}")
+    if compiled is not None:
+        tell(f"\n{compiled.details}")
+
+
+def _verdict(made: Layout, findings: Findings) -> str:
+    from ._table import show_bytes, show_devices
+
+    if findings.errors:
+        return f"cannot run: {findings.summary}"
+    where = show_devices(made.mesh.size)
+    held = f"{show_bytes(made.bytes_per_device)} of {show_bytes(made.total_bytes)}"
+    return f"{findings.summary}: {where} holds {held} (exact)"
+
+
+def _explain(made: Layout, path: str, format: Format) -> None:
+    from ._spec import show_spec
+
+    try:
+        leaf = made[path]
+    except KeyError as error:
+        raise ValueError(error.args[0]) from error
+    if format is Format.text:
+        tell(made.explain(path))
+        return
+    considered = [
+        {
+            "source": opinion.source,
+            "spec": show_spec(opinion.spec) if opinion.spec is not None else None,
+            "reason": opinion.reason,
+        }
+        for opinion in leaf.trail
+    ]
+    tell_json({**_leaf_json(leaf), "considered": considered})
+
+
+def _leaf_json(leaf: Any) -> dict[str, Any]:
+    from ._spec import show_spec
+
+    return {
+        "path": leaf.path,
+        "kind": leaf.kind,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": show_spec(leaf.spec),
+        "shard_shape": None if leaf.faults else list(leaf.shard_shape),
+        "shard_bytes": None if leaf.faults else leaf.shard_bytes,
+        "copies": None if leaf.faults else leaf.copies,
+        "reason": leaf.reason,
+    }
+
+
 def _plan_json(made: Layout, optimizer: Layout | None, findings: Findings) -> dict[str, Any]:
+    from ._mesh import show_mesh, target_of
+
+    chips = target_of(made.mesh)
     return {
         "mesh": dict(made.mesh.shape),
         "axes": show_mesh(made.mesh),
+        "target": str(chips) if chips is not None else None,
+        "capacity_bytes": chips.chip.capacity_bytes if chips is not None else None,
         "total_bytes": made.total_bytes,
         "bytes_per_device": made.bytes_per_device,
         "optimizer_bytes_per_device": optimizer.bytes_per_device if optimizer else None,
-        "leaves": [
-            {
-                "path": leaf.path,
-                "kind": leaf.kind,
-                "shape": list(leaf.shape),
-                "dtype": str(leaf.dtype),
-                "spec": show_spec(leaf.spec),
-                "shard_shape": None if leaf.faults else list(leaf.shard_shape),
-                "shard_bytes": None if leaf.faults else leaf.shard_bytes,
-                "copies": None if leaf.faults else leaf.copies,
-                "reason": leaf.reason,
-            }
-            for leaf in made.leaves
-        ],
-        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "leaves": [_leaf_json(leaf) for leaf in made.leaves],
+        "findings": [dataclasses.asdict(f) | {"name": f.name} for f in findings],
     }

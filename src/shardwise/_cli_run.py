@@ -3,71 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._checkpoints import Checkpoints
+from ._cli_help import MODEL, OUTPUT
 from ._cli_options import (
+    Format,
+    FormatOption,
     InputsOption,
     MeshOption,
     OnOption,
     RulesOption,
     StrategyOption,
-    app,
+    command,
     lay_out,
 )
-from ._data import Data
-from ._data import data as make_data
-from ._demo import run_demo
-from ._distributed import distributed
-from ._fit import fit
-from ._launch import launch as launch_processes
-from ._recipe import Recipe
-from ._stopping import Stopped
-from ._table import show_bytes, text_table
-from ._target import load_name
+from ._terminal import tell, tell_json
+
+if TYPE_CHECKING:
+    from ._checkpoints import Checkpoints
+    from ._layout import Layout
+    from ._recipe import Recipe
 
 _RECIPES = """TARGET is path/to/file.py:name or package.module:name, and names a Recipe."""
+
+_RUN, _DATA, _PREFLIGHT = "The run", "The data", "The preflight"
 
 RecipeTarget = Annotated[
     str, typer.Argument(metavar="TARGET", help="file.py:name or module:name of a Recipe.")
 ]
 
 
-class ListFormat(enum.StrEnum):
-    """How checkpoints are listed."""
-
-    text = "text"
-    json = "json"
-
-
-@app.command(
+@command(
     help=f"""Train a recipe, and save checkpoints.
 
-{_RECIPES} The data is --data, or what stands beside the recipe under the name data.
+{_RECIPES} The data is --data, or what stands beside the recipe under the name data. Progress goes
+to stderr; --format json prints a summary to stdout when it is done.
 
 Examples:
 
 \b
-  shardwise train shardwise.examples.text:recipe --mesh data=2,model=4 --on cpu:8 \\
-    --strategy fsdp+tensor --steps 50 --checkpoints runs/a --every 20
+  shardwise train shardwise.examples.text:recipe --mesh data=8 --on cpu:8 --strategy fsdp \\
+    --steps 2 --checkpoints runs/a
 
 \b
-  shardwise launch -n 2 --devices 4 -- shardwise train train.py:recipe --mesh data=8 \\
-    --strategy fsdp --data tokens.npy --length 128 --steps 1000 --checkpoints runs/b --resume
+  shardwise train train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --steps 4 \\
+    --data tokens.npy --length 128 --format json
+
+On many processes: shardwise launch --help.
 
 Exit status: 0 trained, 2 could not run, 143 or 130 stopped by SIGTERM or SIGINT after saving."""
 )
 def train(
     target: RecipeTarget,
     mesh: MeshOption,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="How many steps in all.")],
+    steps: Annotated[
+        int,
+        typer.Option("--steps", metavar="N", help="How many steps in all.", rich_help_panel=_RUN),
+    ],
     on: OnOption = "here",
     strategy: StrategyOption = None,
     rules: RulesOption = None,
@@ -79,33 +77,76 @@ def train(
             metavar="SOURCE",
             help="file.py:name or module:name of a sw.data or a function that returns one, or a "
             "file of tokens with --length.",
+            rich_help_panel=_DATA,
         ),
     ] = None,
     length: Annotated[
-        int | None, typer.Option("--length", metavar="N", help="Tokens of one sample of a file.")
+        int | None,
+        typer.Option(
+            "--length",
+            metavar="N",
+            help="Tokens of one sample of a file.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="Dtype of a raw file of tokens.")
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="Dtype of a raw file of tokens.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
     checkpoints: Annotated[
-        str | None, typer.Option("--checkpoints", metavar="DIR", help="Where to save.")
+        str | None,
+        typer.Option("--checkpoints", metavar="DIR", help="Where to save.", rich_help_panel=_RUN),
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--every", metavar="N", help="Save after so many steps.")
+        int | None,
+        typer.Option(
+            "--every", metavar="N", help="Save after so many steps.", rich_help_panel=_RUN
+        ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option("--minutes", metavar="M", help="Save after so many minutes.")
+        float | None,
+        typer.Option(
+            "--minutes", metavar="M", help="Save after so many minutes.", rich_help_panel=_RUN
+        ),
     ] = None,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", help="Checkpoints to keep.")] = 3,
+    keep: Annotated[
+        int,
+        typer.Option("--keep", metavar="N", help="Checkpoints to keep.", rich_help_panel=_RUN),
+    ] = 3,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint, if there is one.",
+            rich_help_panel=_RUN,
+        ),
     ] = False,
     logs: Annotated[
         str | None,
-        typer.Option("--logs", metavar="DIR", help="For metrics.jsonl, TensorBoard and profiles."),
+        typer.Option(
+            "--logs",
+            metavar="DIR",
+            help="For metrics.jsonl, TensorBoard and profiles.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
+    format: FormatOption = Format.text,
 ) -> None:
     """Trains a recipe."""
+    import jax
+
+    from ._checkpoints import Checkpoints
+    from ._distributed import distributed
+    from ._fit import fit
+    from ._recipe import Recipe
+    from ._stopping import Stopped
+
+    began = time.perf_counter()
     distributed()
     recipe, made = lay_out(target, mesh, on, strategy, rules, inputs)
     if not isinstance(recipe, Recipe):
@@ -124,16 +165,50 @@ def train(
     elif every or minutes or resume:
         raise ValueError("--every, --minutes and --resume need --checkpoints DIR")
     samples = _find_data(target, data, length, dtype)
+    first = store.steps()[-1] if store is not None and store.steps() else 0
+    status, last = 0, steps
     try:
-        fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
+        state = fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
+        last = int(state.step)
     except Stopped as stopped:
-        raise typer.Exit(stopped.status) from stopped
+        status, last = stopped.status, stopped.step
+    if format is Format.json and jax.process_index() == 0:  # once, however many processes run it
+        counted = {"steps": steps, "first_step": first, "last_step": last, "status": status}
+        seconds = time.perf_counter() - began
+        tell_json({**counted, "seconds": seconds, **_summary(recipe, made, store, logs)})
+    if status:
+        raise typer.Exit(status)
 
 
-@app.command(
+def _summary(
+    recipe: Recipe, made: Layout, store: Checkpoints | None, logs: str | None
+) -> dict[str, Any]:
+    """Returns what a run's end says of it, besides its steps."""
+    from ._mesh import show_mesh
+
+    optimizer = made.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
+    metrics = None
+    if logs is not None:
+        lines = (Path(logs) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        metrics = json.loads(lines[-1]) if lines else None
+    return {
+        "axes": show_mesh(made.mesh),
+        "devices": made.mesh.size,
+        "bytes_per_device": made.bytes_per_device,
+        "optimizer_bytes_per_device": optimizer.bytes_per_device,
+        "checkpoints": str(store.directory) if store is not None else None,
+        "saved_steps": store.steps() if store is not None else [],
+        "metrics": metrics,
+    }
+
+
+@command(
     help=f"""List the checkpoints of a run, or say what restoring one would find.
 
 {_RECIPES}
+
+The preflight reads metadata alone: what is missing, extra or of another shape, which arrays would
+be split otherwise, and how many bytes each process reads (exact).
 
 Examples:
 
@@ -150,23 +225,41 @@ def checkpoints(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Where the checkpoints are.")],
     preflight: Annotated[
         str | None,
-        typer.Option("--preflight", metavar="TARGET", help="A Recipe to restore with."),
+        typer.Option(
+            "--preflight",
+            metavar="TARGET",
+            help="A Recipe to restore with.",
+            rich_help_panel=_PREFLIGHT,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="N",
+            help="The step; the newest without.",
+            rich_help_panel=_PREFLIGHT,
+        ),
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option("--mesh", metavar="AXES", help="The mesh to restore onto.")
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="AXES",
+            help="The mesh to restore onto.",
+            rich_help_panel=MODEL,
+        ),
     ] = None,
     on: OnOption = "none",
     strategy: StrategyOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="The step; the newest without.")
-    ] = None,
-    format: Annotated[
-        ListFormat, typer.Option("--format", help="How to print it.")
-    ] = ListFormat.text,
+    format: FormatOption = Format.text,
 ) -> None:
     """Lists checkpoints, or checks one before a restore."""
+    from ._checkpoints import Checkpoints
+    from ._recipe import Recipe
+
     store = Checkpoints(directory)
     if preflight is None:
         _list(store, format)
@@ -179,25 +272,22 @@ def checkpoints(
             f"target {preflight!r} is a {type(recipe).__name__}: a preflight needs a Recipe"
         )
     found = store.preflight(recipe, made, step=step)
-    if format is ListFormat.json:
-        rows = [dataclasses.asdict(finding) for finding in found.findings]
-        typer.echo(
-            json.dumps(
-                {
-                    "step": found.step,
-                    "findings": rows,
-                    "read_bytes": {str(k): v for k, v in found.read_bytes.items()},
-                    "total_bytes": found.total_bytes,
-                },
-                indent=2,
-            )
+    if format is Format.json:
+        rows = [dataclasses.asdict(f) | {"name": f.name} for f in found.findings]
+        tell_json(
+            {
+                "step": found.step,
+                "findings": rows,
+                "read_bytes": {str(k): v for k, v in found.read_bytes.items()},
+                "total_bytes": found.total_bytes,
+            }
         )
     else:
-        typer.echo(str(found))
+        tell(str(found))
     raise typer.Exit(1 if found.findings.errors else 0)
 
 
-@app.command(
+@command(
     context_settings={"ignore_unknown_options": True},
     help="""Start several processes of a command on this machine, as one run of JAX.
 
@@ -207,7 +297,8 @@ forwarded to all, and when one fails the others are ended.
 Example:
 
 \b
-  shardwise launch -n 2 --devices 4 -- python train.py
+  shardwise launch -n 2 --devices 4 -- shardwise train train.py:recipe --mesh data=8 \\
+    --strategy fsdp --data tokens.npy --length 16 --steps 2
 
 Exit status: 0, or that of the first process that failed.""",
 )
@@ -222,10 +313,12 @@ def launch(
     ] = None,
 ) -> None:
     """Starts several processes of a command."""
+    from ._launch import launch as launch_processes
+
     raise typer.Exit(launch_processes(command, processes, devices))
 
 
-@app.command(
+@command(
     help="""See it all at once: a small transformer on eight virtual CPU devices, in about a minute.
 
 Lays it out, checks it, initialises it in its shards, trains, saves, restores onto another mesh,
@@ -234,20 +327,33 @@ and goes on.
 Example:
 
 \b
-  shardwise demo"""
+  shardwise demo --steps 4"""
 )
 def demo(
-    steps: Annotated[int, typer.Option("--steps", metavar="N", help="Steps to train.")] = 40,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Steps to train.", rich_help_panel=_RUN)
+    ] = 40,
     directory: Annotated[
         str | None,
-        typer.Option("--checkpoints", metavar="DIR", help="Where to save; a new folder without."),
+        typer.Option(
+            "--checkpoints",
+            metavar="DIR",
+            help="Where to save; a new folder without.",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
 ) -> None:
     """Runs the demonstration."""
+    from ._demo import run_demo
+
     run_demo(steps, Path(directory) if directory else None)
 
 
 def _find_data(target: str, given: str | None, length: int | None, dtype: str | None) -> Any:
+    from ._data import Data
+    from ._data import data as make_data
+    from ._target import load_name
+
     place = target.rpartition(":")[0]
     if given is not None and (length is not None or Path(given).is_file()):
         return make_data(given, length=length, dtype=dtype)
@@ -263,7 +369,9 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
     return found if isinstance(found, Data) or not callable(found) else found()
 
 
-def _list(store: Checkpoints, format: ListFormat) -> None:
+def _list(store: Checkpoints, format: Format) -> None:
+    from ._table import show_bytes, text_table
+
     steps = store.steps()
     if not steps:
         store.about()  # says what is there instead
@@ -274,8 +382,8 @@ def _list(store: Checkpoints, format: ListFormat) -> None:
             rows.append({**about, "damaged": None})
         except ValueError as error:
             rows.append({"step": step, "damaged": str(error)})
-    if format is ListFormat.json:
-        typer.echo(json.dumps(rows, indent=2))
+    if format is Format.json:
+        tell_json(rows)
         return
     cells = []
     for row in rows:
@@ -298,4 +406,4 @@ def _list(store: Checkpoints, format: ListFormat) -> None:
     header = ("step", "size", "mesh", "devices", "processes", "saved")
     total = sum(row.get("bytes", 0) for row in rows)
     caption = f"{len(rows)} checkpoints in {store.directory}: {show_bytes(total)} (exact)"
-    typer.echo(text_table(header, cells, caption))
+    tell(text_table(header, cells, caption))

@@ -199,6 +199,7 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
         seconds=program.seconds,
         cached=program.cached,
         hlo=program.hlo,
+        layout=job.layout,
     )
     facts = Facts(
         job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, target)

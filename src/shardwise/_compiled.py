@@ -6,13 +6,17 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._buffers import Buffer
 from ._findings import Finding, Findings
+from ._layout import Layout
 from ._source import Source
-from ._table import show_bytes, text_table
+from ._table import show_bytes, show_devices, text_table
 from ._traffic import Collective, by_axis
+
+if TYPE_CHECKING:
+    from ._report import Report
 
 FORMAT = 1
 # Unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
@@ -65,6 +69,7 @@ class Compiled:
         seconds: how long it took.
         cached: whether it had been compiled before.
         hlo: the optimised program; not saved.
+        layout: what was compiled; not saved.
     """
 
     target: str
@@ -81,6 +86,7 @@ class Compiled:
     seconds: float = 0.0
     cached: bool = False
     hlo: str = dataclasses.field(default="", repr=False)
+    layout: Layout | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def fits(self) -> bool | None:
@@ -107,7 +113,7 @@ class Compiled:
     @property
     def verdict(self) -> str:
         """Whether it fits, in one sentence."""
-        where = f"each of {_devices(self.mesh)} devices of {self.target}"
+        where = f"{show_devices(_devices(self.mesh))} of {self.target}"
         if self.memory is None:
             return f"does not fit on {where}: {_one_line(self.refused)}"
         peak = show_bytes(self.memory.peak)
@@ -133,7 +139,12 @@ class Compiled:
 
     def __str__(self) -> str:
         """Returns the verdict, memory, collectives by axis with their causes, and findings."""
-        parts = [self.verdict]
+        return f"{self.verdict}\n\n{self.details}"
+
+    @property
+    def details(self) -> str:
+        """What stands under the verdict: memory, collectives by axis, and findings."""
+        parts = []
         if self.refused and self.hlo:
             parts.append(
                 "The compiler gives no program that does not fit: causes and collectives below are "
@@ -181,6 +192,25 @@ class Compiled:
             "seconds": self.seconds,
             "cached": self.cached,
         }
+
+    def report(self, *, against: Compiled | Layout | None = None) -> Report:
+        """Returns one HTML page: the verdict, memory, the model, the mesh, and collectives.
+
+        Args:
+            against: another compilation, or a layout, to stand beside it.
+
+        Example:
+            >>> import jax, shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+            >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+            >>> compiled = sw.compile(make, layout, inputs=jax.ShapeDtypeStruct((8, 16), "float32"))
+            >>> compiled.report().title
+            'data=8 on cpu'
+        """
+        from ._report import report_of
+
+        return report_of(self, against)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file, which `sw.load_compiled` reads, to compare with later ones."""

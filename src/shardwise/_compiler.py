@@ -22,12 +22,12 @@ import jax
 import numpy as np
 from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
-from rich.console import Console
 
 from ._chips import Target
 from ._compile_worker import arranged, compiled, memory_stats, topology_devices
 from ._compilers import require_compiler
 from ._gpu_target import target_config
+from ._terminal import working
 
 _WORKER = Path(__file__).with_name("_compile_worker.py")
 _MOST_CACHED = 200
@@ -191,11 +191,7 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
     """Runs the worker; returns its exit code, and what it printed."""
     command = [sys.executable, str(_WORKER), str(folder / "request.json"), str(folder)]
     command.append(str(os.getpid()))
-    console = Console(stderr=True)
-    said: Any = contextlib.nullcontext()
-    if words and console.is_terminal:
-        said = console.status(words)
-    with (folder / "noise").open("wb") as noise, said as status:
+    with (folder / "noise").open("wb") as noise, working(words, show=bool(words)):
         # In a group of its own: an interrupt at the terminal is ours to pass on.
         process = subprocess.Popen(
             command,
@@ -205,15 +201,8 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             cwd=folder,
             start_new_session=True,
         )
-        start = time.monotonic()
         try:
-            while True:
-                try:
-                    code = process.wait(timeout=1.0)
-                    break
-                except subprocess.TimeoutExpired:
-                    if status is not None:
-                        status.update(f"{words} … {time.monotonic() - start:.0f} s")
+            code = process.wait()
         finally:
             if process.poll() is None:
                 process.kill()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
+from rich.text import Text
 
 from ._audit import audit
 from ._check import check
@@ -22,6 +22,7 @@ from ._state import TrainState
 from ._strategies import fsdp
 from ._table import show_bytes
 from ._tensor import tensor
+from ._terminal import tell, working
 from ._train import train_state
 
 
@@ -34,7 +35,7 @@ def run_demo(steps: int, directory: Path | None) -> None:
     if steps < 4:
         raise ValueError(f"--steps {steps} is too short to show anything: give 4 or more")
     began = time.perf_counter()
-    tell = _Teller()
+    heading = _Headings()
     # The mesh comes first: the example may start a backend with too few devices.
     first = mesh("data=2,model=4", on="cpu:8")
     from .examples import text
@@ -44,48 +45,52 @@ def run_demo(steps: int, directory: Path | None) -> None:
     if store.steps():
         raise ValueError(f"{store.directory} has checkpoints already: give another folder")
 
-    tell("Lay out", "a decoder that knows nothing of meshes, tensor-parallel and FSDP")
+    heading("Lay out", "a decoder that knows nothing of meshes, tensor-parallel and FSDP")
     rules = [tensor("model"), fsdp("data", min_bytes=2**14)]
-    plan = layout(recipe.model, first, rules, inputs=recipe.batch)
-    tell.print(str(plan))
+    with working("laying out"):
+        plan = layout(recipe.model, first, rules, inputs=recipe.batch)
+    tell(str(plan))
 
-    tell("Check", "every problem at once")
-    tell.print(str(check(plan)))
+    heading("Check", "every problem at once")
+    tell(str(check(plan)))
 
-    tell("Initialise", "straight into the shards")
-    state = train_state(recipe, plan)
+    heading("Initialise", "straight into the shards")
+    with working("initialising"):
+        state = jax.block_until_ready(train_state(recipe, plan))
     model = state.to_model(recipe.model)
-    tell.print(f"planned against live: {audit(plan, model)}")
+    tell(f"planned against live: {audit(plan, model)}")
     moments = plan.for_optimizer(recipe.optimizer)
     planned = plan.bytes_per_device + moments.bytes_per_device
-    tell.print(
+    tell(
         f"each device holds {show_bytes(_held(state))} (measured), planned "
         f"{show_bytes(planned)} of {show_bytes(plan.total_bytes + moments.total_bytes)} (exact)"
     )
 
-    tell("Train", f"{steps} steps on {show_mesh(first)}, saving every {steps // 2}")
+    heading("Train", f"{steps} steps on {show_mesh(first)}, saving every {steps // 2}")
     straight = fit(recipe, plan, samples, steps=steps, checkpoints=store, log_every=10)
 
     second = mesh("data=4,model=2", on="cpu:8")
-    tell("Restore", f"the checkpoint of step {steps // 2} onto {show_mesh(second)}")
-    other = layout(recipe.model, second, rules, inputs=recipe.batch)
-    tell.print(str(store.preflight(recipe, other, step=steps // 2)))
+    heading("Restore", f"the checkpoint of step {steps // 2} onto {show_mesh(second)}")
+    with working("laying out again"):
+        other = layout(recipe.model, second, rules, inputs=recipe.batch)
+        found = store.preflight(recipe, other, step=steps // 2)
+    tell(str(found))
     again = _go_on(recipe, other, samples, store, steps)
     apart = max(
         float(np.max(np.abs(np.asarray(straight.model[path]) - np.asarray(again.model[path]))))
         for path in straight.model
     )
-    tell.print(
+    tell(
         f"after {steps} steps, half of them on the other mesh, no parameter is further than "
         f"{apart:.1e} from those of the straight run (measured)"
     )
 
-    tell("Where it lies", "the same parameter on each mesh, and on disk")
+    heading("Where it lies", "the same parameter on each mesh, and on disk")
     path = "blocks.0.up"
     for name, made, live in (("planned", plan, straight), ("restored", other, again)):
-        tell.print(f"{name:9}{show_mesh(made.mesh):16}{path} {_where(made, live, path)}")
-    tell.print(f"{'on disk':9}{store.directory}: steps {', '.join(map(str, store.steps()))}")
-    tell.print(f"\n{time.perf_counter() - began:.0f} seconds. Next: shardwise train --help")
+        tell(f"{name:9}{show_mesh(made.mesh):16}{path} {_where(made, live, path)}")
+    tell(f"{'on disk':9}{store.directory}: steps {', '.join(map(str, store.steps()))}")
+    tell(f"\n{time.perf_counter() - began:.0f} seconds. Next: shardwise train --help")
 
 
 def _go_on(
@@ -118,16 +123,12 @@ def _where(made: Layout, live: TrainState, path: str) -> str:
     )
 
 
-class _Teller:
-    """Prints numbered headings and what stands under them."""
+class _Headings:
+    """Prints numbered headings."""
 
     def __init__(self):
-        self.console = Console(highlight=False, markup=False, soft_wrap=True)
         self.number = 0
 
     def __call__(self, title: str, told: str) -> None:
         self.number += 1
-        self.console.print(f"\n{self.number}. {title}: {told}", style="bold")
-
-    def print(self, text: str) -> None:
-        self.console.print(text)
+        tell(Text(f"\n{self.number}. {title}: {told}", "bold"))

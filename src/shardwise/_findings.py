@@ -149,13 +149,8 @@ class Findings(Sequence[Finding]):
 
     def __str__(self) -> str:
         """Returns them all, those alike but for a layer's number as one."""
-        groups: dict[tuple[str, ...], list[Finding]] = {}
-        for finding in self.items:
-            # Alike but for a layer's number: all else must be the same to the letter.
-            alike = tuple(_numberless(t) for t in dataclasses.astuple(finding))
-            groups.setdefault(alike, []).append(finding)
         blocks = []
-        for group in groups.values():
+        for group in alike(self.items):
             text = str(group[0])
             if len(group) > 1:
                 text += f"\n  and {len(group) - 1} more alike, to {group[-1].path}"
@@ -221,6 +216,15 @@ def make_finding(code: str, path: str, message: str, help: str = "", context: st
 
 def _count(items: Sequence[Any], word: str) -> str:
     return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
+
+
+def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Returns findings in groups that are alike to the letter but for a layer's number."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        key = tuple(_numberless(text) for text in dataclasses.astuple(finding))
+        groups.setdefault(key, []).append(finding)
+    return list(groups.values())
 
 
 def _numberless(text: str) -> str:

@@ -25,6 +25,7 @@ from ._recipe import Recipe
 from ._state import TrainState
 from ._step import Blueprint, blueprint
 from ._stopping import Stopped, Stopping
+from ._terminal import working
 from ._train import Step, train_state
 from ._watch import NotFinite, Watch
 
@@ -92,12 +93,15 @@ def fit(
     plan = blueprint(recipe, layout)
     mesh = require_devices(plan.layout)
     step = Step(plan)
+    shown = show and jax.process_index() == 0
     if checkpoints is not None and checkpoints.steps():
         newest = checkpoints.steps()[-1]
-        state = checkpoints.restore(recipe, layout, step=newest)
+        with working(f"restoring step {newest}", show=shown):
+            state = checkpoints.restore(recipe, layout, step=newest)
         position = checkpoints.about(newest)["position"]
     else:
-        state, position = train_state(recipe, layout), 0
+        with working("initialising the model in its shards", show=shown):
+            state, position = train_state(recipe, layout), 0
     first = int(state.step)
     saver = _Saver(plan, checkpoints, state)
     folder = Path(logs) if logs is not None else None

@@ -56,9 +56,9 @@ def _training_job(recipe: Recipe, layout: Layout) -> Job:
         layout=plan.layout,
         batch=batch,
         paths=tuple(module_paths(abstract_model(recipe.model).modules[()])),
-        parameters_bytes=_shard_bytes(plan.abstract.model),
-        optimizer_bytes=_shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
-        batch_bytes=_shard_bytes(batch),
+        parameters_bytes=shard_bytes(plan.abstract.model),
+        optimizer_bytes=shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
+        batch_bytes=shard_bytes(batch),
         accumulate=recipe.accumulate,
     )
 
@@ -122,9 +122,9 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
         layout=own,
         batch=placed,
         paths=tuple(module_paths(abstract.modules[()])),
-        parameters_bytes=_shard_bytes(arrays),
+        parameters_bytes=shard_bytes(arrays),
         optimizer_bytes=0,
-        batch_bytes=_shard_bytes(placed),
+        batch_bytes=shard_bytes(placed),
     )
 
 
@@ -136,7 +136,8 @@ def _placed(x: Any, layout: Layout) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
 
 
-def _shard_bytes(tree: Any) -> int:
+def shard_bytes(tree: Any) -> int:
+    """Returns the bytes that one device holds of a pytree of abstract arrays (exact)."""
     total = 0
     for leaf in jax.tree.leaves(tree):
         total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
@@ -23,7 +23,10 @@ from ._optimizer import optimizer_leaves
 from ._rules import Logical, Patterns, Rules, Scene, from_annotations
 from ._spec import require_spec, show_spec
 from ._strategies import flatten_rules
-from ._table import HEADER, html_table, leaf_rows, show_bytes, show_shape, text_table
+from ._table import HEADER, leaf_rows, show_bytes, show_devices, show_shape, text_table
+
+if TYPE_CHECKING:
+    from ._report import Report
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,6 +153,24 @@ class Layout:
         """Returns the text that `save` writes."""
         return _lockfile.text(self.mesh, self.leaves, self.dead_patterns)
 
+    def report(self, *, against: Layout | None = None) -> Report:
+        """Returns one HTML page: findings, memory, the model as a tree and by size, and the mesh.
+
+        Args:
+            against: another layout, to stand beside it.
+
+        Example:
+            >>> import shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+            >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), "tensor")
+            >>> layout.report()
+            Report('model=4', ... characters: save(path) and open it)
+        """
+        from ._report import report_of
+
+        return report_of(self, against)
+
     def __str__(self) -> str:
         """Returns a table: path, shape, spec, shard, bytes per device, copies."""
         return text_table(HEADER, leaf_rows(self.leaves), self._caption())
@@ -157,14 +178,14 @@ class Layout:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(HEADER, leaf_rows(self.leaves), self._caption())
+        return self.report()._repr_html_()
 
     def _caption(self) -> str:
         wrong = sum(bool(leaf.faults) for leaf in self.leaves)
         note = f"; {wrong} with errors, counted whole: see sw.check" if wrong else ""
         return (
             f"{len(self.leaves)} {'leaf' if len(self.leaves) == 1 else 'leaves'} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
-            f"of {show_bytes(self.total_bytes)} on each of {self.mesh.size} devices (exact){note}"
+            f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}"
         )
 
     @functools.cached_property

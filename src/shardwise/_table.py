@@ -27,6 +27,11 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def show_devices(count: int) -> str:
+    """Returns on how many devices something lies: `each of 8 devices`, `1 device`."""
+    return "1 device" if count == 1 else f"each of {count} devices"
+
+
 def show_shape(leaf: Any) -> str:
     """Returns dtype and shape of a leaf or an array: `float32[8,16]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
@@ -50,12 +55,17 @@ def fold_paths(paths: Sequence[tuple]) -> str:
         numbers = sorted(set(step)) if isinstance(step[0], int) else step[:1]
         if len(numbers) == 1:
             keys.append(step[0])
-        elif numbers == list(range(numbers[0], numbers[-1] + 1)):
-            keys.append(f"{{{numbers[0]}..{numbers[-1]}}}")
         else:
-            keys.append("*")
+            keys.append(fold_numbers(numbers))
     text = ".".join(map(str, keys))
     return f"{text} ×{len(paths)}"
+
+
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """Returns numbers in order as one step of a path: `{0..79}`, or `*` if some are missing."""
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return "*"
 
 
 def text_table(

@@ -1,6 +1,21 @@
 """Models in Flax NNX that know nothing of meshes: their dims have names, a layout says the rest."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from ._config import Config as Config
 from ._configs import CONFIGS as CONFIGS
-from ._decoder import Decoder as Decoder
-from ._decoder import next_token_loss as next_token_loss
+
+if TYPE_CHECKING:
+    from ._decoder import Decoder as Decoder
+    from ._decoder import next_token_loss as next_token_loss
+
+
+def __getattr__(name: str) -> Any:
+    # The sizes are known without Flax: the shell completes their names.
+    if name not in ("Decoder", "next_token_loss"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import _decoder
+
+    return getattr(_decoder, name)

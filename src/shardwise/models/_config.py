@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-
 ACTIVATIONS = ("silu", "gelu")
 
 
@@ -103,10 +101,11 @@ class Config:
                 f"capacity {self.capacity} with experts {self.experts}: it is a positive multiple "
                 f"of an expert's even share"
             )
-        if self.remat is not None and not callable(
-            getattr(jax.checkpoint_policies, self.remat, None)
-        ):
-            raise ValueError(f"remat {self.remat!r} is no policy of jax.checkpoint_policies")
+        if self.remat is not None:
+            import jax  # here alone: the sizes are known without it
+
+            if not callable(getattr(jax.checkpoint_policies, self.remat, None)):
+                raise ValueError(f"remat {self.remat!r} is no policy of jax.checkpoint_policies")
 
     @property
     def head_depth(self) -> int:

@@ -1,0 +1,217 @@
+"""The command that draws: `report`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ._cli_complete import complete_devices, complete_strategy, complete_target
+from ._cli_help import MODEL, OUTPUT, STEP
+from ._cli_options import (
+    BatchOption,
+    InputsOption,
+    OnOption,
+    RematOption,
+    RulesOption,
+    StrategyOption,
+    command,
+    compile_target,
+    lay_out,
+    require_devices,
+    require_writable,
+)
+from ._terminal import tell, working
+
+if TYPE_CHECKING:
+    from ._report_data import Side
+
+_AGAINST = "Beside it"
+
+
+@command(
+    help="""Draw a layout, or its compilation, as one HTML page that any browser opens from disk.
+
+The verdict and findings, memory against the device's, the model as a tree and by size, each leaf
+as it is cut over the mesh, each device with what it holds, and, with --compile, every collective
+with its line. TARGET is as in shardwise plan; or a file: a lockfile of plan --save, or what
+compile --save wrote. With --against, or any option that begins so, two are drawn side by side.
+
+Examples:
+
+\b
+  shardwise report shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor \\
+    -o report.html
+
+\b
+  shardwise report shardwise.examples.text:recipe --mesh data=8 --on cpu:8 --strategy fsdp \\
+    --compile -o report.html
+
+\b
+  shardwise report shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor \\
+    --against-mesh data=8 --against-strategy fsdp -o two.html
+
+Exit status: 0 drawn and sound, 1 drawn, but there are errors or it does not fit, 2 could not run.""",
+)
+def report(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="file.py:name, module:name, a published shape such as llama3-8b, or a saved file.",
+            autocompletion=complete_target,
+        ),
+    ],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The page to write.", rich_help_panel=OUTPUT
+        ),
+    ],
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="AXES",
+            help="Axes and sizes, such as data=2,model=4; a saved file has its own.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    on: OnOption = "none",
+    strategy: StrategyOption = None,
+    rules: RulesOption = None,
+    inputs: InputsOption = None,
+    batch: BatchOption = None,
+    remat: RematOption = None,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP
+        ),
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="TARGET",
+            help="Another target, or a saved file; the same one if only its options differ.",
+            rich_help_panel=_AGAINST,
+            autocompletion=complete_target,
+        ),
+    ] = None,
+    against_mesh: Annotated[
+        str | None,
+        typer.Option("--against-mesh", metavar="AXES", help="Its mesh.", rich_help_panel=_AGAINST),
+    ] = None,
+    against_on: Annotated[
+        str | None,
+        typer.Option(
+            "--against-on",
+            metavar="DEVICES",
+            help="Its devices.",
+            rich_help_panel=_AGAINST,
+            autocompletion=complete_devices,
+        ),
+    ] = None,
+    against_strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--against-strategy",
+            metavar="NAME",
+            help="Its strategy.",
+            rich_help_panel=_AGAINST,
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    against_rules: Annotated[
+        str | None,
+        typer.Option(
+            "--against-rules", metavar="FILE", help="Its rules.", rich_help_panel=_AGAINST
+        ),
+    ] = None,
+) -> None:
+    """Draws a page."""
+    require_writable(output, "--output")
+    step = {"inputs": inputs, "batch": batch, "remat": remat, "compile": compile}
+    how = {"mesh": mesh, "on": on, "strategy": strategy, "rules": rules}
+    other = {
+        "mesh": against_mesh, "on": against_on, "strategy": against_strategy, "rules": against_rules,
+    }  # fmt: skip
+    sides = [_side(target, **how, **step)]
+    if against is not None or any(value is not None for value in other.values()):
+        # What is not said of the other is as with the first; rules and a strategy, only together.
+        if against_strategy is not None or against_rules is not None:
+            how |= {"strategy": None, "rules": None}
+        how |= {name: value for name, value in other.items() if value is not None}
+        sides.append(_side(against or target, **how, **step))
+    from ._report import report_of_sides
+
+    with working(f"drawing {target}"):
+        made = report_of_sides(sides)
+        try:
+            made.save(output)
+        except OSError as error:
+            raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    for side in sides:
+        tell(f"{side.name}: {side.verdict}" if len(sides) > 1 else side.verdict)
+    tell(f"wrote {output} ({len(made.html.encode()) / 1024:.0f} KiB): open it in a browser")
+    raise typer.Exit(1 if any(side.bad for side in sides) else 0)
+
+
+def _side(
+    target: str,
+    *,
+    mesh: str | None,
+    on: str,
+    strategy: str | None,
+    rules: str | None,
+    inputs: str | None,
+    batch: str | None,
+    remat: str | None,
+    compile: bool,
+) -> Side:
+    from ._check import check
+    from ._recipe import Recipe
+    from ._report_data import Side
+
+    if target.endswith(".json"):
+        return _saved(target)
+    if mesh is None:
+        raise ValueError("--mesh is missing: give axes and sizes, such as --mesh data=2,model=4")
+    if compile:
+        require_devices(on)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
+    name = " ".join(x for x in (target, mesh, strategy, rules, on if on != "none" else None) if x)
+    if check(made).errors:
+        return Side(name, made)
+    if compile:
+        return Side(name, made, compile_target(target, found, made, inputs))
+    if not isinstance(found, Recipe):
+        return Side(name, made)
+    from ._job import shard_bytes
+    from ._step import blueprint
+
+    plan = blueprint(found, made)
+    return Side(
+        name,
+        made,
+        optimizer_bytes=shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
+        batch_bytes=shard_bytes(plan.batch),
+    )
+
+
+def _saved(path: str) -> Side:
+    from ._compiled import load_compiled
+    from ._layout import load_layout
+    from ._report_data import Side
+
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    # Only a compilation says for which devices it is.
+    if isinstance(content, dict) and "target" in content:
+        return Side(path, None, load_compiled(path))
+    return Side(path, load_layout(path))

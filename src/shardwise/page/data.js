@@ -1,0 +1,145 @@
+// What the page was given, made handy: leaves with names, sizes in words, and the tree of modules.
+
+const LEAF_FIELDS = [
+  "path", "kind", "dtype", "shape", "spec", "cuts", "shard", "bytes", "held", "copies",
+  "reason", "trail", "names", "faults", "meant",
+];
+
+function readSide(raw, number) {
+  const side = { ...raw, number };
+  side.axes = raw.mesh.map(([axis]) => axis);
+  side.sizes = raw.mesh.map(([, size]) => size);
+  side.devices = side.sizes.reduce((a, b) => a * b, 1);
+  const text = (i) => raw.texts[i];
+  side.leaves = raw.leaves.map((row, index) => {
+    const leaf = { index };
+    LEAF_FIELDS.forEach((field, i) => { leaf[field] = row[i]; });
+    for (const field of ["kind", "dtype", "spec", "reason", "names"]) leaf[field] = text(leaf[field]);
+    leaf.trail = leaf.trail.map(text);
+    leaf.faults = leaf.faults.map(text);
+    leaf.group = groupOf(leaf, side);
+    return leaf;
+  });
+  side.groups = groupsOf(side);
+  side.tree = buildTree(side.leaves);
+  return side;
+}
+
+// How a leaf is cut, as the set of axes that cut it: what colours stand for.
+function groupOf(leaf, side) {
+  if (leaf.faults.length) return "error";
+  const used = new Set(leaf.cuts.flat().filter((axis) => side.sizes[axis] > 1));
+  if (!used.size) return "whole";
+  return [...used].sort((a, b) => a - b).map((axis) => side.axes[axis]).join(" × ");
+}
+
+function groupsOf(side) {
+  const found = new Map();
+  for (const leaf of side.leaves) {
+    const group = found.get(leaf.group) || { name: leaf.group, held: 0, count: 0 };
+    group.held += leaf.held;
+    group.count += 1;
+    found.set(leaf.group, group);
+  }
+  const rank = (g) => (g.name === "error" ? 0 : g.name === "whole" ? 1 : 2);
+  const groups = [...found.values()].sort((a, b) => rank(a) - rank(b) || b.held - a.held);
+  let colour = 0;
+  for (const group of groups) {
+    group.colour = rank(group) < 2 ? `--${group.name}` : `--cut${colour++ % 6}`;
+  }
+  return groups;
+}
+
+function showBytes(count) {
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(count) < 1024) return `${unit === "B" ? count.toFixed(0) : tenths(count)} ${unit}`;
+    count /= 1024;
+  }
+  return `${tenths(count)} TiB`;
+}
+
+// As Python rounds: what lies just between two goes to the even one.
+function tenths(count) {
+  const [low, rest] = [Math.floor(count * 10), (count * 10) % 1];
+  return ((rest === 0.5 ? low + (low % 2) : Math.round(count * 10)) / 10).toFixed(1);
+}
+
+const showShape = (dtype, shape) => `${dtype}[${shape.join(",")}]`;
+const showShare = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0)}%` : "");
+const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+
+// --- the tree: modules down to leaves, layers that repeat folded into one row --------------------
+
+function buildTree(leaves) {
+  const root = { name: "", path: "", children: new Map(), leaves: [] };
+  for (const leaf of leaves) {
+    let node = root;
+    const keys = leaf.path.split(".");
+    keys.forEach((key, depth) => {
+      if (!node.children.has(key)) {
+        const path = keys.slice(0, depth + 1).join(".");
+        node.children.set(key, { name: key, path, children: new Map(), parent: node });
+      }
+      node = node.children.get(key);
+    });
+    node.leaf = leaf;
+  }
+  finish(root);
+  return root;
+}
+
+function finish(node) {
+  node.children = [...node.children.values()];
+  node.children.forEach(finish);
+  const leaf = node.leaf;
+  node.held = leaf ? leaf.held : 0;
+  node.bytes = leaf ? leaf.bytes : 0;
+  node.count = leaf ? 1 : 0;
+  node.groups = new Map(leaf ? [[leaf.group, leaf.held]] : []);
+  node.copies = leaf ? leaf.copies : 0;
+  for (const child of node.children) {
+    node.held += child.held;
+    node.bytes += child.bytes;
+    node.count += child.count;
+    node.copies = Math.max(node.copies, child.copies);
+    for (const [group, held] of child.groups) node.groups.set(group, (node.groups.get(group) || 0) + held);
+  }
+  const inner = node.children.map((child) => `${child.name}:${child.sign}`).join();
+  node.sign = leaf ? `${leaf.kind}|${leaf.dtype}|${leaf.shape}|${leaf.spec}` : `(${inner})`;
+}
+
+// Returns a node's children, runs of numbered ones that are alike as one that stands for all.
+function folded(node) {
+  if (node.folded) return node.folded;
+  const runs = [];
+  for (const child of node.children) {
+    const run = runs[runs.length - 1];
+    const numbered = run && /^\d+$/.test(child.name) && /^\d+$/.test(run[0].name);
+    if (numbered && run[0].sign === child.sign) run.push(child);
+    else runs.push([child]);
+  }
+  node.folded = runs.map((run) => (run.length > 1 ? foldNode(run) : run[0]));
+  return node.folded;
+}
+
+function foldNode(members) {
+  const [first] = members;
+  const name = `{${first.name}..${members[members.length - 1].name}}`;
+  return standIn(first, members, name);
+}
+
+// Like `first`, but for all members: its sizes are theirs together.
+function standIn(first, members, name) {
+  const sum = (field) => members.reduce((total, member) => total + member[field], 0);
+  const groups = new Map();
+  for (const member of members) {
+    for (const [group, held] of member.groups) groups.set(group, (groups.get(group) || 0) + held);
+  }
+  const node = {
+    ...first, name, members, groups, held: sum("held"), bytes: sum("bytes"), count: sum("count"), folded: null,
+  };
+  node.children = first.children.map((child, i) => {
+    return standIn(child, members.map((member) => member.children[i]), child.name);
+  });
+  return node;
+}

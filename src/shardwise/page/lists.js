@@ -1,0 +1,76 @@
+// Small makers of elements, and a list that holds only the rows in sight.
+
+function make(tag, given = {}, ...children) {
+  const svg = ["svg", "rect", "text", "g", "title", "path", "pattern", "line"].includes(tag);
+  const element = svg
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(given)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "class") element.setAttribute("class", value);
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+// A long text in little room: whole when it is pointed at.
+const short = (text) => (text.length > 40 ? make("span", { class: "short", title: text }, text) : text);
+const byId = (id) => document.getElementById(id);
+const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function table(header, rows, given = {}) {
+  const right = given.right || [];
+  const cell = (tag, value, i) => make(tag, { class: right.includes(i) ? "right" : null, scope: tag === "th" ? "col" : null }, value);
+  const body = rows.map((row) => make("tr", {}, row.map((value, i) => cell("td", value, i))));
+  return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": given.label },
+    make("table", {}, make("thead", {}, make("tr", {}, header.map((value, i) => cell("th", value, i)))), make("tbody", {}, body)));
+}
+
+// A list of rows that are all of one height: ten thousand of them cost what those in sight cost.
+class RowList {
+  // `draw(row, index)` returns the element of a row.
+  constructor(element, draw, given = {}) {
+    this.element = element;
+    this.draw = draw;
+    this.height = given.height || 28;
+    this.rows = [];
+    this.space = make("div", { class: "space", role: "presentation" });
+    this.sight = make("div", { class: "sight", role: "presentation" });
+    this.space.append(this.sight);
+    element.append(this.space);
+    element.addEventListener("scroll", () => this.show(), { passive: true });
+    addEventListener("resize", () => this.show(true));
+    // Paper has no scrolling: all of a sensible number of rows.
+    addEventListener("beforeprint", () => { this.printing = true; this.show(true); });
+    addEventListener("afterprint", () => { this.printing = false; this.show(true); });
+  }
+
+  set(rows) {
+    this.rows = rows;
+    this.show(true);
+  }
+
+  show(anew = false) {
+    const { element, height, rows } = this;
+    const margin = 10;
+    // First: the list is as high as its rows, up to a limit.
+    this.space.style.height = `${(this.printing ? Math.min(rows.length, 2000) : rows.length) * height}px`;
+    let from = Math.max(0, Math.floor(element.scrollTop / height) - margin);
+    let to = Math.min(rows.length, Math.ceil((element.scrollTop + element.clientHeight) / height) + margin);
+    if (this.printing) [from, to] = [0, Math.min(rows.length, 2000)];
+    if (!anew && from === this.from && to === this.to) return;
+    [this.from, this.to] = [from, to];
+    this.sight.style.transform = `translateY(${from * height}px)`;
+    this.sight.replaceChildren(...rows.slice(from, to).map((row, i) => this.draw(row, from + i)));
+  }
+
+  reveal(index) {
+    const top = index * this.height;
+    const { scrollTop, clientHeight } = this.element;
+    if (top < scrollTop) this.element.scrollTop = top;
+    else if (top + this.height > scrollTop + clientHeight) this.element.scrollTop = top + this.height - clientHeight;
+    this.show(true);
+  }
+}

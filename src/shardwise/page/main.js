@@ -1,0 +1,82 @@
+// Puts the page together, and keeps its parts in step.
+
+const given = JSON.parse(byId("data").textContent);
+const sides = given.sides.map(readSide);
+let now = sides[0];
+let tree = null;
+let map = null;
+
+function pickLeaf(leaf, members, from) {
+  showLeaf(byId("leaf"), now, leaf, members);
+  if (tree && from !== "tree") tree.reveal(leaf);
+  if (map && from !== "map") { map.chosen = leaf; map.draw(); }
+  if (from === "far") {
+    byId("leaf").scrollIntoView({ block: "start" });
+    byId("leaf-title").focus({ preventScroll: true });
+  }
+}
+
+function showModel(side) {
+  const element = byId("model");
+  const title = make("h2", { id: "model-title" }, "The model");
+  if (!side.leaves.length) {
+    element.replaceChildren(title, make("p", { class: "faint" }, "This compilation was read from a file, which has no layout: make the report where it is compiled."));
+    byId("leaf").hidden = true;
+    tree = map = null;
+    return;
+  }
+  byId("leaf").hidden = false;
+  const left = make("div", { class: "left" });
+  const right = make("div", { class: "map" });
+  element.replaceChildren(title, make("div", { class: "columns" }, left, right));
+  map = new Treemap(right, side, { pickLeaf: (leaf) => pickLeaf(leaf, null, "map") });
+  tree = new Tree(left, side, {
+    pickLeaf: (leaf, members) => pickLeaf(leaf, members, "tree"),
+    pickModule: (node) => map.zoom(node.members ? node.members[0].parent : node),
+  });
+  // Something to look at from the start: the largest leaf.
+  pickLeaf(side.leaves.reduce((most, leaf) => (leaf.held > most.held ? leaf : most)), null, "map");
+  map.chosen = tree.chosen;
+}
+
+function showSide(side) {
+  now = side;
+  const pickPath = (path) => pickLeaf(side.leaves.find((leaf) => leaf.path === path), null, "far");
+  showFindings(byId("findings"), side, pickPath);
+  showModel(side);
+  showMesh(byId("mesh"), side, (leaf) => pickLeaf(leaf, null, "far"));
+  showTraffic(byId("traffic"), side);
+  for (const button of byId("sides").querySelectorAll("button")) button.setAttribute("aria-pressed", Number(button.dataset.side) === side.number);
+}
+
+function themeButton() {
+  const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+  const name = () => (dark() ? "Light" : "Dark");
+  const button = make("button", {
+    type: "button", id: "theme",
+    onclick: () => {
+      document.documentElement.dataset.theme = dark() ? "light" : "dark";
+      button.textContent = name();
+      if (map) map.draw();
+      dispatchEvent(new Event("resize"));
+    },
+  }, name());
+  return button;
+}
+
+byId("top").replaceChildren(
+  make("div", {}, make("h1", {}, given.title), make("p", { class: "faint" }, `Shardwise ${given.version}`)), themeButton());
+byId("verdict").replaceChildren(...sides.map((side) => verdictBox(side, sides.length > 1)));
+showMemory(byId("memory"), sides);
+if (sides.length > 1) {
+  const choose = byId("sides");
+  choose.hidden = false;
+  choose.replaceChildren("shown below: ", ...sides.map((side) => make("button", {
+    type: "button", "data-side": side.number, onclick: () => showSide(side),
+  }, side.name)));
+  showCompared(byId("compared"), sides, (side, leaf) => { if (side !== now) showSide(side); pickLeaf(leaf, null, "far"); });
+}
+showSide(now);
+byId("foot").replaceChildren(make("p", {},
+  "exact: arithmetic on shapes. compiled: read from the target's own compiler. modelled: an estimate. Everything is in this file; nothing is loaded."));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (map) map.draw(); });

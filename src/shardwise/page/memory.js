@@ -1,0 +1,68 @@
+// The verdict, memory as a bar against the device's, and findings with their help.
+
+const PART_COLOURS = {
+  parameters: "--cut0", optimizer: "--cut1", batch: "--cut2", temporaries: "--cut3",
+  "other arguments": "--cut4", "outputs beyond them": "--cut5",
+};
+
+function verdictBox(side, named) {
+  const words = { good: "fits", bad: "does not work", plain: "" };
+  return make("div", { class: `verdict ${side.verdict.state}` },
+    named ? make("b", {}, `${side.name}: `) : "",
+    make("span", { class: "mark", "aria-hidden": true }, { good: "✓", bad: "✗", plain: "·" }[side.verdict.state]),
+    make("span", { class: "hidden" }, words[side.verdict.state]),
+    side.verdict.text.split("\n").map((line, i) => make(i ? "div" : "span", {}, line)));
+}
+
+function memoryBar(side, most) {
+  const { parts, capacity, whole } = side.memory;
+  const used = parts.reduce((total, [, bytes]) => total + bytes, 0);
+  const told = parts.map(([name, bytes, label]) => `${name} ${showBytes(bytes)} (${label})`).join(", ");
+  const bar = make("div", {
+    class: "memory", role: "img",
+    "aria-label": `Memory of one device: ${told}${capacity ? `; it has ${showBytes(capacity)}` : ""}.`,
+  }, parts.map(([name, bytes, label]) => make("span", {
+    class: "piece", title: `${name}: ${showBytes(bytes)} (${label})`,
+    style: `width:${(100 * bytes) / most}%;background:var(${PART_COLOURS[name]})`,
+  })), capacity ? make("span", { class: "limit", style: `left:${(100 * capacity) / most}%` }) : null);
+  const rows = parts.map(([name, bytes, label]) => [
+    make("span", {}, make("span", { class: "swatch", style: `--c:var(${PART_COLOURS[name]})` }), ` ${name}`),
+    showBytes(bytes), capacity ? showShare(bytes, capacity) : showShare(bytes, used), label,
+  ]);
+  rows.push([make("b", {}, whole ? "peak" : "together"), make("b", {}, showBytes(used)), capacity ? showShare(used, capacity) : "", whole ? "compiled" : "exact"]);
+  if (capacity) rows.push(["the device has", showBytes(capacity), "", ""]);
+  return make("div", {}, bar, make("div", { class: "columns" },
+    table(["", "bytes", capacity ? "of the device" : "share", ""], rows, { right: [1, 2], label: "Memory of one device" }),
+    largestBuffers(side)));
+}
+
+function showMemory(element, sides) {
+  const need = (side) => Math.max(side.memory.capacity || 0, side.memory.parts.reduce((t, [, b]) => t + b, 0));
+  const most = Math.max(...sides.map(need)) || 1;
+  const columns = sides.map((side) => make("div", {},
+    sides.length > 1 ? make("h3", {}, side.name) : null, memoryBar(side, most)));
+  element.replaceChildren(make("h2", { id: "memory-title" }, "Memory of one device"), make("div", { class: sides.length > 1 ? "columns" : "" }, columns));
+}
+
+function largestBuffers(side) {
+  if (!side.compiled || !side.compiled.buffers.length) return null;
+  return make("details", { open: true }, make("summary", {}, "Largest temporaries at the peak (sizes compiled, which are alive modelled)"),
+    table(["shape", "", "bytes", "line", "module", "op"], side.compiled.buffers.map(([shape, count, bytes, place, module, op]) =>
+      [shape, count > 1 ? `×${count}` : "", showBytes(bytes), place, module, short(op)]), { right: [2], label: "Largest temporaries" }));
+}
+
+function showFindings(element, side, pickPath) {
+  const { findings } = side;
+  const count = (severity) => findings.filter((f) => f.severity === severity).reduce((n, f) => n + 1 + f.more.length, 0);
+  const title = make("h2", { id: "findings-title" }, findings.length
+    ? `Findings: ${plural(count("error"), "error")}, ${plural(count("warning"), "warning")}` : "No findings");
+  const known = new Set(side.leaves.map((leaf) => leaf.path));
+  const place = (path) => (known.has(path) ? make("button", { type: "button", class: "link", onclick: () => pickPath(path) }, path) : path);
+  const entries = findings.map((finding) => make("li", { class: `finding ${finding.severity}` },
+    make("div", {}, make("b", {}, `${finding.severity}[${finding.code}] ${finding.name}: `), place(finding.path)),
+    make("div", {}, finding.message), finding.context ? make("div", { class: "faint" }, finding.context) : null,
+    finding.help ? make("div", {}, make("b", {}, "help: "), finding.help) : null,
+    finding.more.length ? make("details", {}, make("summary", {}, `and ${finding.more.length} more alike, to ${finding.more[finding.more.length - 1]}`),
+      make("ul", {}, finding.more.slice(0, 200).map((path) => make("li", {}, place(path))))) : null));
+  element.replaceChildren(title, make("ul", { class: "findings" }, entries));
+}

@@ -1,0 +1,81 @@
+// Collectives: by axis, by line of source, or each; sorted by the bytes that a device sends.
+
+const COLLECTIVE = ["kind", "axes", "shape", "times", "bytes", "place", "module", "leaf", "op", "backward"];
+
+function collectivesOf(side) {
+  if (!side.compiled) return [];
+  return side.compiled.collectives.map((row) => Object.fromEntries(COLLECTIVE.map((field, i) => [field, row[i]])));
+}
+
+function summed(rows, keyOf) {
+  const found = new Map();
+  for (const row of rows) {
+    const key = keyOf(row);
+    const sum = found.get(key) || { ...row, key, times: 0, bytes: 0 };
+    sum.times += row.times;
+    sum.bytes += row.bytes;
+    found.set(key, sum);
+  }
+  return [...found.values()].sort((a, b) => b.bytes - a.bytes);
+}
+
+const over = (row) => row.axes.join(", ") || "no axis";
+const lineOf = (row) => row.place || "unknown line";
+
+const TRAFFIC_VIEWS = {
+  "by axis": {
+    header: ["over", "kind", "times", "bytes", ""],
+    rows: (rows) => summed(rows, (row) => `${over(row)}|${row.kind}`).map((row) => [over(row), row.kind, row]),
+  },
+  "by line": {
+    header: ["line", "module", "kind", "over", "times", "bytes", ""],
+    rows: (rows) => summed(rows, (row) => [row.place, row.module, row.kind, over(row)].join("|"))
+      .map((row) => [lineOf(row), row.module, row.kind, over(row), row]),
+  },
+  each: {
+    header: ["kind", "over", "shape", "pass", "leaf or op", "module", "line", "times", "bytes", ""],
+    rows: (rows) => summed(rows, (row) => [row.kind, row.axes, row.shape, row.backward, row.leaf, row.op, row.module, row.place].join("|"))
+      .map((row) => [row.kind, over(row), row.shape, row.backward ? "backward" : "forward", row.leaf || short(row.op), row.module, lineOf(row), row]),
+  },
+};
+
+function showTraffic(element, side) {
+  const title = make("h2", { id: "traffic-title" }, "Collectives");
+  if (!side.compiled) {
+    element.replaceChildren(title, make("p", { class: "faint" }, "Nothing was compiled: collectives are what a compiler inserts."));
+    return;
+  }
+  const rows = collectivesOf(side);
+  const total = rows.reduce((sum, row) => sum + row.bytes, 0);
+  const told = rows.length
+    ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled: rings)`
+    : "The compiled step has no collectives.";
+  const place = make("div", {});
+  const tabs = Object.keys(TRAFFIC_VIEWS).map((name) => make("button", {
+    type: "button", role: "tab", id: `traffic-${name.replace(" ", "-")}`, onclick: () => show(name),
+    onkeydown: (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = tabs[(tabs.indexOf(event.currentTarget) + step + tabs.length) % tabs.length];
+      next.click();
+      next.focus();
+    },
+  }, name));
+  const show = (name) => {
+    tabs.forEach((tab) => { tab.setAttribute("aria-selected", tab.textContent === name); tab.tabIndex = tab.textContent === name ? 0 : -1; });
+    const { header, rows: rowsOf } = TRAFFIC_VIEWS[name];
+    const shown = rowsOf(rows);
+    const most = Math.max(1, ...shown.map((row) => row[row.length - 1].bytes));
+    const cells = shown.slice(0, 500).map((row) => {
+      const sum = row[row.length - 1];
+      const bar = make("span", { class: "bar wide", "aria-hidden": true }, make("span", { style: `width:${(100 * sum.bytes) / most}%;--c:var(--cut0)` }));
+      return [...row.slice(0, -1), `×${sum.times.toLocaleString("en")}`, showBytes(sum.bytes), bar];
+    });
+    place.replaceChildren(table(header, cells, { right: [header.length - 3, header.length - 2], label: `Collectives ${name}` }),
+      shown.length > 500 ? make("p", { class: "faint" }, `and ${shown.length - 500} more`) : "");
+  };
+  element.replaceChildren(title, make("p", {}, told),
+    side.compiled.stand_in ? make("p", { class: "faint" }, "The compiler gives no program that does not fit: these are of the same step compiled for as many CPU devices, which is split alike but widens bfloat16.") : "",
+    rows.length ? make("div", { role: "tablist", class: "tabs", "aria-label": "Collectives" }, tabs) : "", place);
+  if (rows.length) show("by axis");
+}
