@@ -24,6 +24,7 @@ def test_there_are_pages():
         "from_fsdp2",
         "from_maxtext",
         "many_hosts",
+        "report",
         "training",
         "index",
         "into_a_mesh",
