@@ -120,11 +120,16 @@ def test_plan_of_a_recipe_counts_its_optimizer(run):
     layout = lay(mlp().make, "tensor")
     moments = layout.for_optimizer(mlp().recipe.optimizer)
     assert (status, err) == (0, "")
-    assert out == planned(layout) + "optimizer: 2.2 KiB of 8.4 KiB on each device (exact)\n"
+    batch = mlp().recipe.batch
+    split = batch.size * batch.dtype.itemsize // 2  # over data=2
+    held = show_bytes(layout.bytes_per_device + moments.bytes_per_device + split)
+    told = planned(layout).replace("(exact)\n", f"(exact), with optimizer and batch {held}\n", 1)
+    assert out == told
     out = json.loads(
         run("plan", "mlp.py:recipe", *MESH, "--strategy", "tensor", "--format", "json")[1]
     )
     assert out["optimizer_bytes_per_device"] == moments.bytes_per_device == 2 * 1120 + 4
+    assert out["batch_bytes_per_device"] == split
 
 
 def test_plan_as_json_is_the_library_s_and_saves_what_loads(run, folder):

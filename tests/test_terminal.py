@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise import _cli, _cli_complete, _terminal
-from shardwise._cli_bars import Part, bar
+from shardwise._cli_bars import bar
 from shardwise._cli_tree import tree_text
+from shardwise._compiled import Part
 from shardwise._recipe import remat_policy
 from shardwise._strategies import flatten_rules
 from shardwise._table import show_bytes
@@ -156,7 +157,7 @@ def test_what_the_page_runs(monkeypatch):
 
 # --- bars and the tree ----------------------------------------------------------------------------
 
-PARTS = [Part("parameters", 30, "exact", "█"), Part("temporaries", 20, "compiled", "░")]
+PARTS = [Part("parameters", 30, "exact"), Part("temporaries", 20, "compiled")]
 LEGEND = "  █ parameters 30 B (exact)  ░ temporaries 20 B (compiled)"
 BARS = {
     "fits": (100, f"  {'█' * 22}{'░' * 14}{'·' * 36}  50.0% of 100 B\n{LEGEND}  · free 50 B"),
@@ -176,14 +177,14 @@ def test_memory_is_a_bar_against_the_capacity(case):
 
 def test_parts_of_a_bar_are_as_long_as_their_sum():
     """Rounded one by one, nine parts of a ninth each would be too long or too short."""
-    parts = [Part(str(i), 1, "exact", "█") for i in range(9)]
+    parts = [Part("parameters", 1, "exact") for _ in range(9)]
     assert bar(parts, 9).plain.splitlines()[0] == f"  {'█' * 72}  100.0% of 9 B"
 
 
 def test_plan_draws_what_it_knows_against_the_chip_s_memory(run):
     recipe = ("plan", "train.py:recipe", *MESH[:2], "--rules", "rules.toml")
     _, out, _ = run(*recipe, "--on", "v5e:2x4")
-    assert "  █ parameters 163.0 KiB (exact)  ▓ optimizer 326.0 KiB (exact)  · free 15.7 GiB" in out
+    assert "  █ parameters 163.0 KiB (exact)  ▓ optimizer 326.0 KiB (exact)  ▒ batch 1.0 KiB (exact)" in out
     assert "█" not in run(*recipe)[1] and "█" not in run(*recipe, "--on", "cpu:8")[1]
 
 
@@ -308,8 +309,8 @@ def test_a_command_on_a_terminal_says_what_takes_long_and_cleans_up(run):
 
 def test_a_narrow_terminal_cuts_nothing_off():
     code = (
-        "from shardwise._terminal import tell; from shardwise._cli_bars import Part, bar\n"
-        "tell(bar([Part('parameters', 2**33, 'exact', '█')], 2**34)); tell('x' * 300)"
+        "from shardwise._terminal import tell; from shardwise._cli_bars import bar; from shardwise._compiled import Part\n"
+        "tell(bar([Part('parameters', 2**33, 'exact')], 2**34)); tell('x' * 300)"
     )
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))
     drawn, *legend, long = text.splitlines()

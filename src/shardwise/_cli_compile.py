@@ -91,11 +91,11 @@ def compile_command(
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:
-        from ._cli_bars import memory_bar
+        from ._cli_bars import bar
 
         tell(compiled.verdict)
         if compiled.memory is not None:
-            tell(memory_bar(compiled.memory))
+            tell(bar(compiled.memory.parts, compiled.memory.capacity))
         tell(f"\n{compiled.details}")
     save_to(save, compiled)
     raise typer.Exit(1 if compiled.fits is False else 0)

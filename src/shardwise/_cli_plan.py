@@ -31,9 +31,8 @@ from ._cli_options import (
 from ._terminal import tell, tell_json
 
 if TYPE_CHECKING:
-    from ._compiled import Compiled
-    from ._findings import Findings
     from ._layout import Layout
+    from ._plan import Plan
 
 
 class CheckFormat(enum.StrEnum):
@@ -114,34 +113,25 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Lays a model out and shows it."""
-    from ._check import check as check_layout
-    from ._recipe import Recipe
+    from ._plan import plan_of
 
     if compile:
         require_devices(on)
         require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
-    findings = check_layout(made)
-    compiled = None
-    if compile and not findings.errors:
-        compiled = compile_target(target, found, made, inputs)
-    optimizer = (
-        made.for_optimizer(found.optimizer, wrt=found.wrt) if isinstance(found, Recipe) else None
-    )
+    known = plan_of(found, made)
+    if compile and not known.findings.errors:
+        known = dataclasses.replace(known, compiled=compile_target(target, found, made, inputs))
     if explain is not None:
         _explain(made, explain, format)
     elif format is Format.json:
-        plan_json = _plan_json(made, optimizer, findings)
-        if compile:
-            plan_json["compiled"] = compiled.to_dict() if compiled is not None else None
-        tell_json(plan_json)
+        tell_json(_plan_json(known, compile))
     else:
-        _show_plan(made, optimizer, findings, compiled, tree)
-        if compile and compiled is None:
+        _show_plan(known, tree)
+        if compile and known.compiled is None:
             tell("\nnot compiled: the layout has errors")
     save_to(save, made)
-    unfit = compiled is not None and compiled.fits is False
-    raise typer.Exit(1 if findings.errors or unfit else 0)
+    raise typer.Exit(0 if known.usable else 1)
 
 
 @command(
@@ -220,47 +210,23 @@ def _parse_allow(given: list[str]) -> dict[str, list[str]]:
     return allowed
 
 
-def _show_plan(
-    made: Layout,
-    optimizer: Layout | None,
-    findings: Findings,
-    compiled: Compiled | None,
-    tree: bool,
-) -> None:
-    from ._cli_bars import layout_bar, memory_bar
+def _show_plan(known: Plan, tree: bool) -> None:
+    from ._cli_bars import bar
     from ._cli_tree import tree_text
-    from ._mesh import target_of
-    from ._table import show_bytes
 
-    chips = target_of(made.mesh)
+    made, findings, compiled = known.layout, known.findings, known.compiled
+    assert made is not None
+    tell(known.verdict)
     if compiled is not None:
-        tell(compiled.verdict)
-    tell(_verdict(made, findings))
-    if compiled is not None and compiled.memory is not None:
-        tell(memory_bar(compiled.memory))
-    elif chips is not None and not findings.errors:
-        tell(layout_bar(made, optimizer, chips.chip.capacity_bytes))
+        tell(dataclasses.replace(known, compiled=None).verdict)
+    if known.capacity is not None and not findings.errors:
+        tell(bar(known.parts, known.capacity))
     tell("")
     tell(tree_text(made) if tree else str(made))
-    if optimizer is not None:
-        tell(
-            f"optimizer: {show_bytes(optimizer.bytes_per_device)} of "
-            f"{show_bytes(optimizer.total_bytes)} on each device (exact)"
-        )
     if findings:
         tell(f"\n{findings}")
     if compiled is not None:
         tell(f"\n{compiled.details}")
-
-
-def _verdict(made: Layout, findings: Findings) -> str:
-    from ._table import show_bytes, show_devices
-
-    if findings.errors:
-        return f"cannot run: {findings.summary}"
-    where = show_devices(made.mesh.size)
-    held = f"{show_bytes(made.bytes_per_device)} of {show_bytes(made.total_bytes)}"
-    return f"{findings.summary}: {where} holds {held} (exact)"
 
 
 def _explain(made: Layout, path: str, format: Format) -> None:
@@ -300,18 +266,26 @@ def _leaf_json(leaf: Any) -> dict[str, Any]:
     }
 
 
-def _plan_json(made: Layout, optimizer: Layout | None, findings: Findings) -> dict[str, Any]:
-    from ._mesh import show_mesh, target_of
+def _plan_json(known: Plan, compile: bool) -> dict[str, Any]:
+    from ._mesh import show_mesh
 
-    chips = target_of(made.mesh)
-    return {
-        "mesh": dict(made.mesh.shape),
+    made = known.layout
+    assert made is not None
+    alone = dataclasses.replace(known, compiled=None)
+    plan = {
+        "verdict": known.verdict,
+        "fits": known.fits,
+        "mesh": known.mesh,
         "axes": show_mesh(made.mesh),
-        "target": str(chips) if chips is not None else None,
-        "capacity_bytes": chips.chip.capacity_bytes if chips is not None else None,
+        "target": alone.target or None,
+        "capacity_bytes": alone.capacity,
         "total_bytes": made.total_bytes,
         "bytes_per_device": made.bytes_per_device,
-        "optimizer_bytes_per_device": optimizer.bytes_per_device if optimizer else None,
+        "optimizer_bytes_per_device": known.optimizer_bytes,
+        "batch_bytes_per_device": known.batch_bytes,
         "leaves": [_leaf_json(leaf) for leaf in made.leaves],
-        "findings": [dataclasses.asdict(f) | {"name": f.name} for f in findings],
+        "findings": [dataclasses.asdict(f) | {"name": f.name} for f in known.findings],
     }
+    if compile:
+        plan["compiled"] = known.compiled.to_dict() if known.compiled is not None else None
+    return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,7 @@ from ._cli_options import (
 from ._terminal import tell, working
 
 if TYPE_CHECKING:
-    from ._report_data import Side
+    from ._plan import Plan
 
 _AGAINST = "Beside it"
 
@@ -140,28 +141,28 @@ def report(
     other = {
         "mesh": against_mesh, "on": against_on, "strategy": against_strategy, "rules": against_rules,
     }  # fmt: skip
-    sides = [_side(target, **how, **step)]
+    plans = [_plan(target, **how, **step)]
     if against is not None or any(value is not None for value in other.values()):
         # What is not said of the other is as with the first; rules and a strategy, only together.
         if against_strategy is not None or against_rules is not None:
             how |= {"strategy": None, "rules": None}
         how |= {name: value for name, value in other.items() if value is not None}
-        sides.append(_side(against or target, **how, **step))
-    from ._report import report_of_sides
+        plans.append(_plan(against or target, **how, **step))
+    from ._report import report_of_plans
 
     with working(f"drawing {target}"):
-        made = report_of_sides(sides)
+        made = report_of_plans(plans)
         try:
             made.save(output)
         except OSError as error:
             raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
-    for side in sides:
-        tell(f"{side.name}: {side.verdict}" if len(sides) > 1 else side.verdict)
+    for name, known in plans:
+        tell(f"{name}: {known.verdict}" if len(plans) > 1 else known.verdict)
     tell(f"wrote {output} ({len(made.html.encode()) / 1024:.0f} KiB): open it in a browser")
-    raise typer.Exit(1 if any(side.bad for side in sides) else 0)
+    raise typer.Exit(0 if all(known.usable for _, known in plans) else 1)
 
 
-def _side(
+def _plan(
     target: str,
     *,
     mesh: str | None,
@@ -172,46 +173,32 @@ def _side(
     batch: str | None,
     remat: str | None,
     compile: bool,
-) -> Side:
-    from ._check import check
-    from ._recipe import Recipe
-    from ._report_data import Side
+) -> tuple[str, Plan]:
+    from ._plan import plan_of
 
     if target.endswith(".json"):
-        return _saved(target)
+        return target, _saved(target)
     if mesh is None:
         raise ValueError("--mesh is missing: give axes and sizes, such as --mesh data=2,model=4")
     if compile:
         require_devices(on)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
     name = " ".join(x for x in (target, mesh, strategy, rules, on if on != "none" else None) if x)
-    if check(made).errors:
-        return Side(name, made)
-    if compile:
-        return Side(name, made, compile_target(target, found, made, inputs))
-    if not isinstance(found, Recipe):
-        return Side(name, made)
-    from ._job import shard_bytes
-    from ._step import blueprint
-
-    plan = blueprint(found, made)
-    return Side(
-        name,
-        made,
-        optimizer_bytes=shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
-        batch_bytes=shard_bytes(plan.batch),
-    )
+    known = plan_of(found, made)
+    if compile and not known.findings.errors:
+        known = dataclasses.replace(known, compiled=compile_target(target, found, made, inputs))
+    return name, known
 
 
-def _saved(path: str) -> Side:
+def _saved(path: str) -> Plan:
     from ._compiled import load_compiled
     from ._layout import load_layout
-    from ._report_data import Side
+    from ._plan import Plan
 
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     # Only a compilation says for which devices it is.
     if isinstance(content, dict) and "target" in content:
-        return Side(path, None, load_compiled(path))
-    return Side(path, load_layout(path))
+        return Plan(None, load_compiled(path))
+    return Plan(load_layout(path))

@@ -24,6 +24,21 @@ _GPU_SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a device's memory.
+
+    Attributes:
+        name: what it is.
+        bytes: how large.
+        label: how that is known: `exact` or `compiled`.
+    """
+
+    name: str
+    bytes: int
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of one device.
 
@@ -48,6 +63,20 @@ class Memory:
     parameters: int
     optimizer: int
     batch: int
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The peak, in parts."""
+        known = [
+            Part("parameters", self.parameters, "exact"),
+            Part("optimizer", self.optimizer, "exact"),
+            Part("batch", self.batch, "exact"),
+            Part("temporaries", self.temporaries, "compiled"),
+        ]
+        # Outputs that take no argument's place, and the padding of small arrays on a TPU.
+        rest = self.peak - sum(part.bytes for part in known)
+        known.append(Part("outputs and padding", max(0, rest), "compiled"))
+        return tuple(part for part in known if part.bytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,8 +164,8 @@ class Layout:
             >>> from flax import nnx
             >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
             >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), "tensor")
-            >>> layout.report()
-            Report('model=4', ... characters: save(path) and open it)
+            >>> layout.report().title
+            'model=4'
         """
         from ._report import report_of
 

@@ -9,12 +9,12 @@ import os
 from collections.abc import Sequence
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
 
 from ._compiled import Compiled
 from ._layout import Layout
 from ._mesh import show_mesh, target_of
-from ._report_data import Side, side_data
+from ._plan import Plan
+from ._report_data import plan_data
 
 # In the order in which they are put together; each uses only those before it.
 _STYLES = ("page.css",)
@@ -63,35 +63,32 @@ class Report:
 
 def report_of(shown: Layout | Compiled, against: Layout | Compiled | None = None) -> Report:
     """Returns the page of a layout or a compilation, alone or beside another one."""
-    given = [shown] if against is None else [shown, against]
-    names = [_name(one) for one in given]
-    if len(set(names)) < len(names):
-        names = ["this", "the other"]
-    sides = []
-    for one, name in zip(given, names, strict=True):
+    plans = []
+    for one in [shown] if against is None else [shown, against]:
         if isinstance(one, Compiled):
-            sides.append(Side(name, one.layout, one))
+            plans.append((_name(one), Plan(one.layout, one)))
         elif isinstance(one, Layout):
-            sides.append(Side(name, one))
+            plans.append((_name(one), Plan(one)))
         else:
             raise ValueError(f"against is a {type(one).__name__}: give a layout or a compilation")
-    return report_of_sides(sides)
+    return report_of_plans(plans)
 
 
-def _name(one: Any) -> str:
+def _name(one: Layout | Compiled) -> str:
     if isinstance(one, Compiled):
         axes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
         return f"{axes} on {one.target}"
-    if not isinstance(one, Layout):
-        return ""
     target = target_of(one.mesh)
     return f"{show_mesh(one.mesh)} on {target}" if target is not None else show_mesh(one.mesh)
 
 
-def report_of_sides(sides: Sequence[Side]) -> Report:
-    """Returns the page of one thing, or of two that are compared."""
-    title = " against ".join(side.name for side in sides)
-    found = [side_data(side) for side in sides]
+def report_of_plans(plans: Sequence[tuple[str, Plan]]) -> Report:
+    """Returns the page of one plan, or of two that are compared, each with its name."""
+    title = " against ".join(name for name, _ in plans)
+    names = [name for name, _ in plans]
+    if len(set(names)) < len(names):
+        names = ["this", "the other"]
+    found = [plan_data(name, plan) for name, (_, plan) in zip(names, plans, strict=True)]
     data = {"title": title, "version": metadata.version("shardwise"), "sides": found}
     # Inside a script element only this could end it early.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

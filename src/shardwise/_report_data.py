@@ -5,131 +5,31 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ._check import check
 from ._compiled import Compiled
-from ._findings import Finding, Findings, alike
+from ._findings import Finding, alike
 from ._layout import Layout
 from ._leaf import Leaf
-from ._mesh import show_mesh, target_of
+from ._plan import Plan
 from ._spec import padded, show_spec
-from ._table import show_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Side:
-    """One thing that is reported.
-
-    Attributes:
-        name: what it is called beside another.
-        layout: the layout; None for a compilation that was read from a file.
-        compiled: its compilation, if there is one.
-        optimizer_bytes: on one device (exact), where the optimizer is known and nothing compiled.
-        batch_bytes: of the batch alike.
-    """
-
-    name: str
-    layout: Layout | None
-    compiled: Compiled | None = None
-    optimizer_bytes: int = 0
-    batch_bytes: int = 0
-
-    @property
-    def findings(self) -> Findings:
-        """What is wrong with the layout, and with what was compiled."""
-        found = check(self.layout) if self.layout is not None else ()
-        return Findings((*found, *(self.compiled.findings if self.compiled is not None else ())))
-
-    @property
-    def bad(self) -> bool:
-        """Whether it cannot be used so."""
-        return _verdict(self, self.findings)["state"] == "bad"
-
-    @property
-    def verdict(self) -> str:
-        """Whether it fits, or what it needs, in a sentence."""
-        return _verdict(self, self.findings)["text"]
-
-
-def side_data(side: Side) -> dict[str, Any]:
-    """Returns what the page shows of one side, as JSON can hold it."""
-    layout, compiled = side.layout, side.compiled
-    findings = side.findings
-    sizes = dict(layout.mesh.shape) if layout is not None else _mesh(compiled)
+def plan_data(name: str, plan: Plan) -> dict[str, Any]:
+    """Returns what the page shows of one plan, as JSON can hold it."""
+    state = "bad" if not plan.usable else "good" if plan.fits else "plain"
     return {
-        "name": side.name,
-        "mesh": [[axis, size] for axis, size in sizes.items()],
-        "target": _target(side),
-        "verdict": _verdict(side, findings),
-        "memory": _memory(side),
-        "findings": [_finding_row(group) for group in alike(findings)],
-        **_leaves(layout, list(sizes)),
-        "compiled": _compiled(compiled),
+        "name": name,
+        "mesh": [[axis, size] for axis, size in plan.mesh.items()],
+        "target": plan.target,
+        "verdict": {"state": state, "text": plan.verdict},
+        "memory": {
+            "parts": [dataclasses.astuple(part) for part in plan.parts],
+            "capacity": plan.capacity,
+            "whole": plan.compiled is not None,
+        },
+        "findings": [_finding_row(group) for group in alike(plan.all_findings)],
+        **_leaves(plan.layout, list(plan.mesh)),
+        "compiled": _compiled(plan.compiled),
     }
-
-
-def _mesh(compiled: Compiled | None) -> dict[str, int]:
-    assert compiled is not None, "a side has a layout or a compilation"
-    return compiled.mesh
-
-
-def _target(side: Side) -> str:
-    if side.compiled is not None:
-        return side.compiled.target
-    assert side.layout is not None
-    target = target_of(side.layout.mesh)
-    return str(target) if target is not None else ""
-
-
-def _verdict(side: Side, findings: Findings) -> dict[str, str]:
-    if side.compiled is not None:
-        state = {True: "good", False: "bad", None: "plain"}[side.compiled.fits]
-        return {"state": state, "text": side.compiled.verdict}
-    layout = side.layout
-    assert layout is not None
-    held = layout.bytes_per_device + side.optimizer_bytes + side.batch_bytes
-    where = f"each of {layout.mesh.size} devices, {show_mesh(layout.mesh)}"
-    known = "the state and the batch need" if side.optimizer_bytes else "the model needs"
-    text = f"{known} {show_bytes(held)} on {where} (exact); what a step needs in between is not compiled"
-    target = target_of(layout.mesh)
-    if findings.errors:
-        return {
-            "state": "bad",
-            "text": f"it cannot be laid out so: {findings.summary}. Leaves with errors are counted whole.",
-        }
-    if target is None:
-        return {"state": "plain", "text": text}
-    capacity = target.chip.capacity_bytes
-    if held > capacity:
-        over = show_bytes(held - capacity)
-        return {
-            "state": "bad",
-            "text": f"does not fit: {known} {show_bytes(held)} of {show_bytes(capacity)}, {over} too much, on {where} (exact)",
-        }
-    return {"state": "plain", "text": f"{text}; {target.chip.name} has {show_bytes(capacity)}"}
-
-
-def _memory(side: Side) -> dict[str, Any]:
-    if side.compiled is not None and (memory := side.compiled.memory) is not None:
-        other = memory.arguments - memory.parameters - memory.optimizer - memory.batch
-        parts = [
-            ["parameters", memory.parameters, "exact"],
-            ["optimizer", memory.optimizer, "exact"],
-            ["batch", memory.batch, "exact"],
-            ["other arguments", max(0, other), "compiled"],
-            ["outputs beyond them", max(0, memory.outputs - memory.aliased), "compiled"],
-            ["temporaries", memory.temporaries, "compiled"],
-        ]
-        return {"parts": [p for p in parts if p[1]], "capacity": memory.capacity, "whole": True}
-    if side.layout is None:
-        return {"parts": [], "capacity": None, "whole": False}
-    target = target_of(side.layout.mesh)
-    parts = [
-        ["parameters", side.layout.bytes_per_device, "exact"],
-        ["optimizer", side.optimizer_bytes, "exact"],
-        ["batch", side.batch_bytes, "exact"],
-    ]
-    capacity = target.chip.capacity_bytes if target is not None else None
-    return {"parts": [p for p in parts if p[1]], "capacity": capacity, "whole": False}
 
 
 def _finding_row(group: list[Finding]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 // The verdict, memory as a bar against the device's, and findings with their help.
 
 const PART_COLOURS = {
-  parameters: "--cut0", optimizer: "--cut1", batch: "--cut2", temporaries: "--cut3",
-  "other arguments": "--cut4", "outputs beyond them": "--cut5",
+  parameters: "--cut0", optimizer: "--cut1", batch: "--cut2", temporaries: "--cut3", "outputs and padding": "--cut4",
 };
 
 function verdictBox(side, named) {
