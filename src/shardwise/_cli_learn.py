@@ -13,7 +13,7 @@ from ._cli_options import Format, app
 from ._terminal import tell, tell_json, working
 
 if TYPE_CHECKING:
-    from .learn import Outcome, Report
+    from .learn import Marks, Outcome
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="How to print it.")]
@@ -140,22 +140,22 @@ def check(
     from .learn import check as check_file
 
     with working(f"checking {file}"):
-        report = check_file(lesson, file, only=only, seconds=limit)
+        marks = check_file(lesson, file, only=only, seconds=limit)
     if format is Format.json:
-        tell_json(report.to_dict())
+        tell_json(marks.to_dict())
     else:
-        tell(_show(report))
-    raise typer.Exit(0 if report.passed == len(report.outcomes) else 1)
+        tell(_show(marks))
+    raise typer.Exit(0 if marks.passed == len(marks.outcomes) else 1)
 
 
-def _show(report: Report) -> str:
-    lesson = report.lesson
-    width = max(len(outcome.name) for outcome in report.outcomes)
-    lines = [f"lesson {lesson.number}: {lesson.title}, {os.path.basename(report.file)}"]
-    for outcome in report.outcomes:
+def _show(marks: Marks) -> str:
+    lesson = marks.lesson
+    width = max(len(outcome.name) for outcome in marks.outcomes)
+    lines = [f"lesson {lesson.number}: {lesson.title}, {os.path.basename(marks.file)}"]
+    for outcome in marks.outcomes:
         lines += _lines(outcome, width)
-    lines.append(f"{report.passed} of {len(report.outcomes)} exercises passed")
-    if report.passed < len(report.outcomes):
+    lines.append(f"{marks.passed} of {len(marks.outcomes)} exercises passed")
+    if marks.passed < len(marks.outcomes):
         lines[-1] += f"; {lesson.page} teaches them"
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ._layout import Layout
 from ._leaf import Leaf
 from ._mesh import show_mesh
-from ._spec import show_spec
+from ._spec import show_spec, spec_axes
 from ._table import fold_numbers, show_bytes, show_devices, show_shape, text_table
 
 _HEADER = ("model", "bytes/device", "share", "split", "shape")
@@ -128,7 +128,7 @@ def _split(node: Node) -> str:
     leaves = list(_leaves(node))
     if all(not leaf.faults and _is_whole(leaf) for leaf in leaves):
         return "whole on each device"
-    used = {axis for leaf in leaves for entry in leaf.spec for axis in _axes(entry)}
+    used = {axis for leaf in leaves for axes in spec_axes(leaf.spec) for axis in axes}
     axes = [axis for axis in leaves[0].sizes if axis in used]
     return f"over {', '.join(axes)}" if axes else ""
 
@@ -142,10 +142,6 @@ def _leaves(node: Node) -> Iterable[Leaf]:
         yield node.leaf
     for child in node.children:
         yield from _leaves(child)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._buffers import Buffer
+from ._files import write_whole
 from ._findings import Finding, Findings
 from ._layout import Layout
 from ._source import Source
@@ -142,7 +144,7 @@ class Compiled:
     @property
     def verdict(self) -> str:
         """Whether it fits, in one sentence."""
-        where = f"{show_devices(_devices(self.mesh))} of {self.target}"
+        where = f"{show_devices(math.prod(self.mesh.values()))} of {self.target}"
         if self.memory is None:
             return f"does not fit on {where}: {_one_line(self.refused)}"
         peak = show_bytes(self.memory.peak)
@@ -243,12 +245,7 @@ class Compiled:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file, which `sw.load_compiled` reads, to compare with later ones."""
-        # Beside it first: one that is ended meanwhile leaves no half of it.
-        beside = f"{os.fspath(path)}.new"
-        with open(beside, "w", encoding="utf-8") as file:
-            json.dump(self.to_dict(), file, indent=1)
-            file.write("\n")
-        os.replace(beside, path)
+        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def load_compiled(path: str | os.PathLike[str]) -> Compiled:
@@ -297,13 +294,6 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
 def _collective(row: dict[str, Any]) -> Collective:
     row = {name: value for name, value in row.items() if name != "step_bytes"}
     return Collective(**{**row, "axes": tuple(row["axes"]), "source": Source(**row["source"])})
-
-
-def _devices(mesh: dict[str, int]) -> int:
-    total = 1
-    for size in mesh.values():
-        total *= size
-    return total
 
 
 def _one_line(text: str) -> str:

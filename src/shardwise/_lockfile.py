@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from ._files import write_whole
 from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, mesh_types
 from ._model import show_path, split_path
@@ -42,15 +42,11 @@ def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[st
 
 def write(path: str | os.PathLike[str], text: str) -> None:
     """Writes a lockfile, whole or not at all."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
+        write_whole(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise ValueError(f"the layout cannot be written to {target}: {error.strerror}") from error
+        told = f"the layout cannot be written to {os.fspath(path)}: {error.strerror}"
+        raise ValueError(told) from error
 
 
 def read(

@@ -8,9 +8,9 @@ import json
 import os
 from collections.abc import Sequence
 from importlib import metadata, resources
-from pathlib import Path
 
 from ._compiled import Compiled
+from ._files import write_whole
 from ._layout import Layout
 from ._mesh import show_mesh, target_of
 from ._plan import Plan
@@ -43,11 +43,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the page to a file, which any browser opens from disk."""
-        target = Path(path)
-        # Beside it first: one that is ended meanwhile leaves no half of it.
-        beside = target.with_name(f"{target.name}.new")
-        beside.write_text(self.html, encoding="utf-8")
-        os.replace(beside, target)
+        write_whole(path, self.html)
 
     def __repr__(self) -> str:
         """Returns what it is of, and its size; the page itself is for a browser."""

@@ -1,6 +1,6 @@
 """Lessons with exercises that are checked: what `shardwise learn` lists and runs."""
 
-from ._check import Report as Report
+from ._check import Marks as Marks
 from ._check import check as check
 from ._exercise import Case as Case
 from ._exercise import Exercise as Exercise

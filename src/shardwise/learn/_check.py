@@ -23,7 +23,7 @@ _START_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Report:
+class Marks:
     """What came of a lesson's exercises.
 
     Attributes:
@@ -53,7 +53,7 @@ class Report:
         }
 
 
-def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 60.0) -> Report:
+def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 60.0) -> Marks:
     """Returns what the exercises of a lesson say of the functions in a file.
 
     The file is run by a process of its own, on eight virtual CPU devices.
@@ -92,7 +92,7 @@ def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 6
     # One that hangs or ends its process takes only itself along: the rest get another process.
     while len(outcomes) < len(wanted):
         outcomes += _run(found, str(path.resolve()), wanted[len(outcomes) :], seconds)
-    return Report(found, file, tuple(outcomes))
+    return Marks(found, file, tuple(outcomes))
 
 
 def _run(lesson: Lesson, file: str, wanted: list[Exercise], seconds: float) -> list[Outcome]:
