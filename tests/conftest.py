@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -7,6 +8,8 @@ import tempfile
 os.environ["JAX_PLATFORMS"] = "cpu"
 # What these tests compile for absent chips is compiled anew in each run, once.
 os.environ.setdefault("SHARDWISE_CACHE", tempfile.mkdtemp(prefix="shardwise-tests-"))
+# Each process that a test starts would otherwise compile the package's source again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
@@ -15,14 +18,16 @@ from jax._src import compilation_cache, compilation_cache_interface
 from shardwise import _cli
 
 # XLA reads this when a backend starts. Most of the time goes into compiling: quickly is better
-# than well.
+# than well, and in one piece better than in many, where all cores have work anyway.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_parallel_codegen_split_count=1"
 )
 # Before any backend starts: every test runs on eight virtual devices.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # so that no test depends on whether another one started them
+gc.freeze()  # what is imported by now lives as long as the process: no need to look at it again
 
 
 class Compiled(compilation_cache_interface.CacheInterface):

@@ -3,7 +3,8 @@
     pytest examples/ci/test_budget.py
 
 Copy it next to your model. It compiles for eight H100s on any machine (`pip install
-"shardwise[gpu]"`); with `on="cpu:8"` it needs no compiler, and counts the same collectives.
+"shardwise[gpu]"`); with `on="cpu:8"` it needs no extra compiler, but counts what the CPU's inserts,
+which is not always the same.
 """
 
 import jax

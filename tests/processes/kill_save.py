@@ -24,6 +24,7 @@ import orbax.checkpoint  # noqa: F401 - imported once, before the forks that sav
 from flax import nnx
 
 import shardwise as sw
+from shardwise import _orbax, _public  # noqa: F401 - the same: what `sw` loads when it is asked
 from shardwise._step import blueprint
 
 SHAPE = (256, 512)
