@@ -311,7 +311,7 @@ POSITIVE = {
         lambda: compiled(linear(131072, 196608), "data=4", "dp", (1024, 131072), "h100:1x4"),
         "data=4 on h100:1x4",
         "the step needs 96.3 GiB on each device, 17.1 GiB more than the 79.2 GiB that h100 has: "
-        "parameters 96.0 GiB, batch 128.0 MiB, outputs 192.0 MiB",
+        "parameters 96.0 GiB, batch 128.0 MiB, outputs and padding 192.0 MiB",
         "shard the state further: 4.0 devices hold each byte of it (sw.fsdp)",
     ),
     "SW302": (

@@ -340,6 +340,30 @@ def test_a_loss_that_cannot_be_traced_shows_the_user_s_frames_alone():
     assert "site-packages" not in text and "_step.py" not in text
 
 
+class Switched(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, y, twice=False):
+        return self.linear(x + y) * (2 if twice else 1)
+
+
+@pytest.mark.parametrize("inputs", [tuple, list, dict], ids=lambda kind: kind.__name__)
+def test_inputs_are_given_as_a_layout_takes_them(inputs):
+    array = jax.ShapeDtypeStruct((8, 8), "float32")
+    given = {"x": array, "y": array, "twice": True}
+    given = given if inputs is dict else inputs(given.values())
+    layout = sw.layout(Switched, sw.mesh("data=8"), "dp", inputs=given)
+    compiled = sw.compile(Switched, layout, inputs=given)
+    assert compiled.memory.batch == 2 * 8 * 8 * 4 // 8
+    assert "multiply" in compiled.hlo
+
+
+def test_a_layout_that_is_none():
+    with pytest.raises(ValueError, match="the layout is of type NoneType: make one with sw.layout"):
+        sw.compile(recipe(), None)
+
+
 def test_inputs_belong_to_models():
     planned = layout_of("data=8", "dp")
     with pytest.raises(ValueError, match="compiled with inputs="):

@@ -290,6 +290,24 @@ def test_what_is_infinite_from_the_start_may_be_saved(tmp_path, model, optimizer
     assert checkpoints.steps() == [4]
 
 
+def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    steps = []
+    recipe = sw.Recipe(
+        model=SMALL.model,
+        loss=lambda model, x: steps.append(1) or SMALL.loss(model, x),
+        optimizer=SMALL.optimizer,
+        batch=SMALL.batch,
+    )
+    with pytest.raises(sw.CheckpointError) as caught:
+        fit_small(recipe=recipe, checkpoints=sw.Checkpoints(tmp_path / "file" / "run"))
+    place = tmp_path / "file" / "run"
+    assert str(caught.value) == (
+        f"checkpoints cannot be saved to {place}: a part of the path is a file"
+    )
+    assert not steps
+
+
 # --- wrong arguments, and data that ends ----------------------------------------------------------
 
 

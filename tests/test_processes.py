@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,12 @@ import pytest
 HERE = Path(__file__).parent / "processes"
 TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
 ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script gives, and 10 more
+# What one run has compiled, the next one reads. None is killed before it has compiled all.
+COMPILED = tempfile.TemporaryDirectory(prefix="shardwise-compiled-")
+CACHE = {
+    "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def start(directory, axes, steps, processes, *options):
@@ -23,7 +30,12 @@ def start(directory, axes, steps, processes, *options):
     command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
     command += [sys.executable, str(HERE / "fit.py"), str(directory), axes, str(steps), *options]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        command,
+        env=os.environ | CACHE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
     )
 
 

@@ -170,7 +170,7 @@ def test_a_capacity_is_a_line_and_what_is_over_it_is_told(open_page):
     with open_page(layout.report()) as page:
         text = page.inner_text("#verdict")
         assert (
-            "does not fit: each of 8 devices holds 128.0 GiB of 128.0 GiB (exact); h100 has 79.2 GiB, 48.8 GiB too little"
+            "does not fit: each of 8 devices holds 128.0 GiB of 128.0 GiB (exact): no leaf is split; h100 has 79.2 GiB, 48.8 GiB too much"
             in text
         )
         assert page.locator(".verdict.bad").count() == 1
@@ -591,7 +591,7 @@ def test_the_command_compiles_a_recipe_or_adds_its_state(run, tmp_path):
     target = "shardwise.examples.text:recipe"
     how = ("--mesh", "data=8", "--strategy", "fsdp", "-o", str(tmp_path / "a.html"))
     status, out, _ = run("report", target, *how)
-    assert status == 0 and "(exact), with optimizer and batch " in out
+    assert status == 0 and "(exact): no leaf is split, with optimizer and batch " in out
     status, out, _ = run("report", target, *how, "--on", "cpu:8", "--compile")
     assert status == 0 and "(compiled)" in out
 
@@ -638,6 +638,10 @@ def test_errors_are_drawn_and_told(run, tmp_path):
             "--on none has no devices to compile for",
         ),
         (("nothing.json", "-o", "a.html"), "nothing.json"),
+        (
+            ("lay.json", "--mesh", "data=4", "-o", "a.html"),
+            "--mesh is not for lay.json: a saved file",
+        ),
         ((DECODER, "--mesh", "data=8", "--against", "other.json", "-o", "a.html"), "other.json"),
     ],
     ids=[
@@ -647,6 +651,7 @@ def test_errors_are_drawn_and_told(run, tmp_path):
         "a folder",
         "nothing to compile for",
         "no file",
+        "a file has its own",
         "no other file",
     ],
 )

@@ -160,10 +160,10 @@ def test_what_the_page_runs(monkeypatch):
 PARTS = [Part("parameters", 30, "exact"), Part("temporaries", 20, "compiled")]
 LEGEND = "  █ parameters 30 B (exact)  ░ temporaries 20 B (compiled)"
 BARS = {
-    "fits": (100, f"  {'█' * 22}{'░' * 14}{'·' * 36}  50.0% of 100 B\n{LEGEND}  · free 50 B"),
+    "fits": (100, f"  {'█' * 22}{'░' * 14}{'·' * 36}  50.0% of 100 B\n{LEGEND}  · 50 B to spare"),
     "does not": (
         40,
-        f"  {'█' * 43}{'░' * 15}▏{'░' * 13}  125.0% of 40 B\n{LEGEND}  ▏ capacity, 10 B too little",
+        f"  {'█' * 43}{'░' * 15}▏{'░' * 13}  125.0% of 40 B\n{LEGEND}  ▏ capacity, 10 B too much",
     ),
     "not known": (None, f"  {'█' * 43}{'░' * 29}\n{LEGEND}"),
 }
@@ -184,7 +184,10 @@ def test_parts_of_a_bar_are_as_long_as_their_sum():
 def test_plan_draws_what_it_knows_against_the_chip_s_memory(run):
     recipe = ("plan", "train.py:recipe", *MESH[:2], "--rules", "rules.toml")
     _, out, _ = run(*recipe, "--on", "v5e:2x4")
-    assert "  █ parameters 163.0 KiB (exact)  ▓ optimizer 326.0 KiB (exact)  ▒ batch 1.0 KiB (exact)" in out
+    assert (
+        "  █ parameters 163.0 KiB (exact)  ▓ optimizer 326.0 KiB (exact)  ▒ batch 1.0 KiB (exact)"
+        in out
+    )
     assert "█" not in run(*recipe)[1] and "█" not in run(*recipe, "--on", "cpu:8")[1]
 
 
@@ -196,11 +199,11 @@ def test_plan_of_one_device_reads_well(run):
 
 
 TREE = """\
-model                 bytes/device  share  split                 shape
+model                 bytes/device  share  split                  shape
 ├── blocks.{0..2} ×3      99.0 KiB  60.7%  over data
-│   ├── bias               3.0 KiB   1.8%  whole on each device  float32[256]
-│   └── kernel            96.0 KiB  58.9%  P('data')             float32[256,256]
-└── embed.embedding       64.0 KiB  39.3%  whole on each device  float32[64,256]
+│   ├── bias               3.0 KiB   1.8%  whole on every device  float32[256]
+│   └── kernel            96.0 KiB  58.9%  P('data')              float32[256,256]
+└── embed.embedding       64.0 KiB  39.3%  whole on every device  float32[64,256]
 163.0 KiB on each of 8 devices of data=8 (exact), 41.1% of them in 4 leaves that lie whole on every device; a folded row counts all that it stands for
 """
 
@@ -302,7 +305,7 @@ def test_a_command_on_a_terminal_says_what_takes_long_and_cleans_up(run):
     command = ("plan", "model.py:make", "--mesh", "data=8", "--on", "v5e:2x4", "--tree")
     shown = on_terminal(SHARDWISE, *command)
     assert "laying out model.py:make" in shown and "\x1b[?25h" in shown  # the cursor is back
-    assert "\x1b[1;33mwhole on each device" in shown
+    assert "\x1b[1;33mwhole on every device" in shown
     left = screen(shown)
     assert "laying out" not in left and left == run(*command)[1]
 
@@ -315,7 +318,7 @@ def test_a_narrow_terminal_cuts_nothing_off():
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))
     drawn, *legend, long = text.splitlines()
     assert drawn.endswith("50.0% of 16.0 GiB") and len(drawn) == 31
-    assert " ".join(" ".join(legend).split()) == "█ parameters 8.0 GiB (exact) · free 8.0 GiB"
+    assert " ".join(" ".join(legend).split()) == "█ parameters 8.0 GiB (exact) · 8.0 GiB to spare"
     assert long == "x" * 300
 
 

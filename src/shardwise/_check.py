@@ -6,18 +6,15 @@ from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec as P
 
+from ._batch import DATA_AXES
 from ._findings import Allow, Finding, Findings, make_finding, sift
-from ._layout import Layout
+from ._layout import Layout, require_layout
 from ._leaf import Leaf
 from ._mesh import show_mesh
 from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
 from ._table import show_bytes
 
 REPLICATED_BYTES = 2**20
-# Axes that split the batch: parameters need not use them, and what is stored in parts along them
-# is gathered before use.
-BATCH_AXES = ("data", "batch", "dp", "replica")
-GATHERED_AXES = (*BATCH_AXES, "fsdp")
 
 
 def check(
@@ -44,8 +41,7 @@ def check(
           help: P('model', None) divides evenly
         1 error, 0 warnings
     """
-    if not isinstance(layout, Layout):
-        raise ValueError(f"check takes a layout, got a {type(layout).__name__}: see sw.layout")
+    require_layout(layout)
     return sift(_findings(layout, replicated_bytes), allow)
 
 
@@ -113,7 +109,7 @@ def _stack_lost(leaf: Leaf, context: str) -> Iterator[Finding]:
 def _replicated(
     leaf: Leaf, total: int, threshold: int, devices: int, context: str
 ) -> Iterator[Finding]:
-    if leaf.bytes < threshold or leaf.copies < devices or devices == 1 or leaf.meant:
+    if leaf.bytes < threshold or not leaf.is_whole or leaf.meant:
         return
     taken: list[Axes] = [()] * leaf.ndim
     for axis, size in sorted(leaf.sizes.items(), key=lambda item: -item[1]):
@@ -164,7 +160,7 @@ def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
 
 def _used(leaf: Leaf, dim: int) -> Axes:
     axes = padded(leaf.spec, leaf.ndim)[dim]
-    skipped = (*leaf.gathered, *GATHERED_AXES)
+    skipped = (*leaf.gathered, *DATA_AXES)
     return tuple(a for a in axes if a not in skipped and leaf.sizes[a] > 1)
 
 
@@ -173,7 +169,7 @@ def _unused_axes(layout: Layout) -> Iterator[Finding]:
     if not layout.leaves:
         return
     for axis, size in layout.mesh.shape.items():
-        if size > 1 and axis not in used and axis not in BATCH_AXES:
+        if size > 1 and axis not in used and (axis not in DATA_AXES or axis == "fsdp"):
             yield make_finding(
                 "SW111",
                 axis,

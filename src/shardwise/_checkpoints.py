@@ -7,6 +7,7 @@ import json
 import operator
 import re
 import shutil
+import tempfile
 import threading
 import time
 import zlib
@@ -159,6 +160,16 @@ class Checkpoints:
             with own_mesh(mesh):
                 self._open().save(target, _tree(arrays), files)
         self._saving = step
+
+    def require_writable(self) -> None:
+        """Makes the directory if it is not there, and tries to write to it.
+
+        Raises:
+            CheckpointError: that cannot be done; better known before a run than at its end.
+        """
+        with self._explained(f"checkpoints cannot be saved to {self.directory}"):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.directory).close()
 
     def wait(self) -> None:
         """Returns when the save that is under way is committed, and older steps are removed.

@@ -50,9 +50,9 @@ def _legend(parts: Sequence[Part], used: int, capacity: int | None) -> list[Text
             told = (f" ({part.label})", "dim")
             entries.append(Text.assemble(mark, f" {part.name} {show_bytes(part.bytes)}", told))
     if capacity and used <= capacity:
-        entries.append(Text.assemble((_FREE, "dim"), f" free {show_bytes(capacity - used)}"))
+        entries.append(Text.assemble((_FREE, "dim"), f" {show_bytes(capacity - used)} to spare"))
     elif capacity:
-        over = f" capacity, {show_bytes(used - capacity)} too little"
+        over = f" capacity, {show_bytes(used - capacity)} too much"
         entries.append(Text.assemble((_EDGE, "bold red"), over))
     lines = [Text("  ")]
     for entry in entries:

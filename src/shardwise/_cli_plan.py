@@ -284,7 +284,7 @@ def _plan_json(known: Plan, compile: bool) -> dict[str, Any]:
         "optimizer_bytes_per_device": known.optimizer_bytes,
         "batch_bytes_per_device": known.batch_bytes,
         "leaves": [_leaf_json(leaf) for leaf in made.leaves],
-        "findings": [dataclasses.asdict(f) | {"name": f.name} for f in known.findings],
+        "findings": [finding.to_dict() for finding in known.findings],
     }
     if compile:
         plan["compiled"] = known.compiled.to_dict() if known.compiled is not None else None

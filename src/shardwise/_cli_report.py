@@ -136,6 +136,15 @@ def report(
 ) -> None:
     """Draws a page."""
     require_writable(output, "--output")
+    _require_own(target, {"--mesh": mesh, "--strategy": strategy, "--rules": rules})
+    _require_own(
+        against or "",
+        {
+            "--against-mesh": against_mesh,
+            "--against-strategy": against_strategy,
+            "--against-rules": against_rules,
+        },
+    )
     step = {"inputs": inputs, "batch": batch, "remat": remat, "compile": compile}
     how = {"mesh": mesh, "on": on, "strategy": strategy, "rules": rules}
     other = {
@@ -160,6 +169,12 @@ def report(
         tell(f"{name}: {known.verdict}" if len(plans) > 1 else known.verdict)
     tell(f"wrote {output} ({len(made.html.encode()) / 1024:.0f} KiB): open it in a browser")
     raise typer.Exit(0 if all(known.usable for _, known in plans) else 1)
+
+
+def _require_own(target: str, options: dict[str, str | None]) -> None:
+    given = next((name for name, value in options.items() if value is not None), None)
+    if target.endswith(".json") and given is not None:
+        raise ValueError(f"{given} is not for {target}: a saved file has its own mesh and specs")
 
 
 def _plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -273,7 +272,7 @@ def checkpoints(
         )
     found = store.preflight(recipe, made, step=step)
     if format is Format.json:
-        rows = [dataclasses.asdict(f) | {"name": f.name} for f in found.findings]
+        rows = [finding.to_dict() for finding in found.findings]
         tell_json(
             {
                 "step": found.step,
@@ -371,6 +370,7 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
 
 def _list(store: Checkpoints, format: Format) -> None:
     from ._table import show_bytes, text_table
+    from ._words import count
 
     steps = store.steps()
     if not steps:
@@ -405,5 +405,5 @@ def _list(store: Checkpoints, format: Format) -> None:
         )
     header = ("step", "size", "mesh", "devices", "processes", "saved")
     total = sum(row.get("bytes", 0) for row in rows)
-    caption = f"{len(rows)} checkpoints in {store.directory}: {show_bytes(total)} (exact)"
+    caption = f"{count(len(rows), 'checkpoint')} in {store.directory}: {show_bytes(total)} (exact)"
     tell(text_table(header, cells, caption))

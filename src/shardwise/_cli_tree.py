@@ -11,6 +11,7 @@ from ._leaf import Leaf
 from ._mesh import show_mesh
 from ._spec import show_spec, spec_axes
 from ._table import fold_numbers, show_bytes, show_devices, show_shape, text_table
+from ._words import count
 
 _HEADER = ("model", "bytes/device", "share", "split", "shape")
 
@@ -48,12 +49,12 @@ def tree_text(layout: Layout) -> str:
         )
         for guide, node in _walk(nodes)
     ]
-    whole = [leaf for leaf in layout.leaves if not leaf.faults and _is_whole(leaf)]
+    whole = [leaf for leaf in layout.leaves if leaf.is_whole]
     copied = sum(leaf.shard_bytes for leaf in whole)
     share = f"{copied / total:.1%} of them" if total else "none"
     caption = (
         f"{show_bytes(total)} on {show_devices(layout.mesh.size)} of {show_mesh(layout.mesh)} (exact), "
-        f"{share} in {_count(len(whole), 'leaf', 'leaves')} that lie whole on every device; "
+        f"{share} in {count(len(whole), 'leaf', 'leaves')} that lie whole on every device; "
         f"a folded row counts all that it stands for"
     )
     return text_table(_HEADER, rows, caption, right=(1, 2))
@@ -68,7 +69,7 @@ def _nodes(rows: list[tuple[tuple[Any, ...], Leaf]]) -> list[Node]:
     for key, below in held.items():
         if len(below) == 1 and not below[0][0]:
             leaf = below[0][1]
-            node = Node(str(key), leaf.bytes if leaf.faults else leaf.shard_bytes, leaf, [])
+            node = Node(str(key), leaf.held_bytes, leaf, [])
         else:
             children = _nodes(below)
             node = Node(str(key), sum(child.bytes for child in children), None, children)
@@ -124,17 +125,13 @@ def _split(node: Node) -> str:
         leaf = node.leaf
         if leaf.faults:
             return f"{show_spec(leaf.spec)} error {leaf.faults[0].code}"
-        return "whole on each device" if _is_whole(leaf) else show_spec(leaf.spec)
+        return "whole on every device" if leaf.is_whole else show_spec(leaf.spec)
     leaves = list(_leaves(node))
-    if all(not leaf.faults and _is_whole(leaf) for leaf in leaves):
-        return "whole on each device"
+    if all(leaf.is_whole for leaf in leaves):
+        return "whole on every device"
     used = {axis for leaf in leaves for axes in spec_axes(leaf.spec) for axis in axes}
     axes = [axis for axis in leaves[0].sizes if axis in used]
     return f"over {', '.join(axes)}" if axes else ""
-
-
-def _is_whole(leaf: Leaf) -> bool:
-    return leaf.copies > 1 and leaf.shard_bytes == leaf.bytes
 
 
 def _leaves(node: Node) -> Iterable[Leaf]:
@@ -142,7 +139,3 @@ def _leaves(node: Node) -> Iterable[Leaf]:
         yield node.leaf
     for child in node.children:
         yield from _leaves(child)
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

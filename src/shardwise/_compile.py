@@ -20,10 +20,11 @@ from ._findings import Findings
 from ._flops import bytes_accessed, flops
 from ._hlo import parse_hlo
 from ._job import Job, job_of, traced
-from ._layout import Layout
+from ._layout import Layout, require_layout
 from ._mesh import AnyMesh, show_mesh, target_of
 from ._recipe import Recipe
 from ._reshards import Reshard, reshards
+from ._source import EDGES
 from ._traffic import collectives
 
 
@@ -41,7 +42,8 @@ def compile(
     `shardwise[gpu]`) but no accelerator; such compilations are kept on disk.
 
     Args:
-        recipe: the recipe; or a model, or the function that makes it, for the forward pass alone.
+        recipe: the recipe; or a model, or the function that makes it, for the forward pass alone,
+            in evaluation mode.
         layout: its layout.
         inputs: for a model: what it is called with, as `sw.layout` takes it; dim 0 of each array
             is split over the data axes.
@@ -65,7 +67,7 @@ def compile(
         >>> [(row.kind, row.axes) for row in compiled.collectives]
         [('all-reduce', ('data',))]
     """
-    mesh = layout.mesh
+    mesh = require_layout(layout).mesh
     if not isinstance(mesh, Mesh) and target_of(mesh) is None:
         raise ValueError(
             f"the mesh {show_mesh(mesh)} has no devices to compile for: make it with "
@@ -152,8 +154,8 @@ def _without_callers(text: str) -> str:
     The same step, asked for from another line, is the same program.
     """
     defined = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
-    edges = {name for name, told in defined.items() if told.startswith('"Blueprint.step"')}
-    edges |= {name for name, told in defined.items() if told.startswith('"Forward.__call__"')}
+    begins = tuple(f'"{edge}"' for edge in EDGES)
+    edges = {name for name, told in defined.items() if told.startswith(begins)}
     calls = [re.fullmatch(r"callsite\((#loc\d*) at (#loc\d*)\)", t) for t in defined.values()]
     outside = {call[2] for call in calls if call is not None and call[1] in edges}
     todo = list(outside)

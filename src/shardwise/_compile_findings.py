@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,13 +13,13 @@ import numpy as np
 
 from ._batch import data_axes
 from ._compiled import Compiled
-from ._findings import CODES, Finding
+from ._findings import Finding, make_finding
 from ._hlo import Instruction, Module, Shape, parse_shapes
 from ._layout import Layout
 from ._mesh import show_mesh
 from ._reshards import Reshard
 from ._source import Source, source_of
-from ._spec import padded, show_spec
+from ._spec import make_spec, padded, show_spec
 from ._table import show_bytes
 from ._traffic import Collective, replica_groups
 
@@ -55,20 +55,13 @@ def compile_findings(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     yield from (finding for finding in _resharded(compiled, facts) if finding.path not in told)
 
 
-def _finding(code: str, path: str, message: str, help: str, context: str = "") -> Finding:
-    return Finding(code, CODES[code][1], path, message, help, context)
-
-
 def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Finding:
     memory, advice = compiled.memory, []
     if memory is None:
         message = " ".join(compiled.refused.split())[:400]
     else:
         over = -(compiled.spare_bytes or 0)
-        parts = ("parameters", "optimizer", "batch", "temporaries")
-        sizes = {part: getattr(memory, part) for part in parts}
-        sizes["outputs"] = memory.outputs - memory.aliased
-        told = ", ".join(f"{part} {show_bytes(size)}" for part, size in sizes.items() if size)
+        told = ", ".join(f"{part.name} {show_bytes(part.bytes)}" for part in memory.parts)
         message = (
             f"the step needs {show_bytes(memory.peak)} on each device, "
             f"{show_bytes(over) + ' more than' if over > 0 else 'of'} the "
@@ -80,7 +73,7 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
         for row in compiled.buffers[:3]
         if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes
     )
-    return _finding(
+    return make_finding(
         "SW301",
         f"{show_mesh(facts.layout.mesh)} on {compiled.target}",
         message,
@@ -130,7 +123,7 @@ def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Findin
         ways = math.prod(facts.layout.mesh.shape[axis] for axis in axes)
         names = ", ".join(repr(axis) for axis in axes)
         entry = names if len(axes) == 1 else f"({names})"
-        yield _finding(
+        yield make_finding(
             "SW302",
             str(source),
             f"{shape} holds the whole batch on every device: {show_bytes(size)}, which would be "
@@ -220,7 +213,7 @@ def _rematerialised(compiled: Compiled, facts: Facts, places: set[str]) -> Itera
             continue  # the backward pass goes the same way back
         seen |= {(str(source), before, after), (before, after)}
         part = f", of which each had {shapes[0]}," if shapes else ""
-        yield _finding(
+        yield make_finding(
             "SW303",
             str(source),
             f"the compiler makes an array whole on every device{part} to go from {before} to {after}",
@@ -249,13 +242,7 @@ def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
             dims.append(tuple(axis for times, axis in slowest if times))
         if [math.prod(mesh[a] for a in axes) for axes in dims] != tiles[: len(dims)]:
             return sharding
-    return _shown(dims)
-
-
-def _shown(dims: Sequence[tuple[str, ...]]) -> str:
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in dims]
-    used = max((i + 1 for i, entry in enumerate(entries) if entry), default=0)
-    return show_spec(jax.P(*entries[:used]))
+    return show_spec(make_spec(dims))
 
 
 def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
@@ -284,13 +271,15 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
         over = ", ".join(repr(axis) for axis in axes)
         if leaf is not None:
             entries = padded(leaf.spec, leaf.ndim)
-            used = _shown([tuple(a for a in entry if a not in axes) for entry in entries])
+            used = show_spec(
+                make_spec([tuple(a for a in entry if a not in axes) for entry in entries])
+            )
             mismatch = f"it is stored as {show_spec(leaf.spec)} and used as {used}"
             path, help_text = leaf.path, f"store it as {used}, or use it split over {over}"
         else:
             path, mismatch = place, _mismatch(largest, facts)
             help_text = "give both the same spec: drop the constraint there, or move it"
-        yield _finding(
+        yield make_finding(
             "SW304",
             path,
             f"{sum(row.times for row in found)} {kind} over {over} in a step, {show_bytes(sent)} sent by each device: {mismatch}",
@@ -313,6 +302,6 @@ def _mismatch(row: Collective, facts: Facts) -> str:
         return f"what made {row.shape} and what uses it are split differently"
     most = max(found, key=lambda one: math.prod(one.shape))
     return (
-        f"an array of {list(most.shape)} is made as {_shown(most.before)} and wanted as "
-        f"{_shown(most.after)}"
+        f"an array of {list(most.shape)} is made as {show_spec(make_spec(most.before))} and wanted as "
+        f"{show_spec(make_spec(most.after))}"
     )

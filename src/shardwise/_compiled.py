@@ -87,6 +87,7 @@ class Compiled:
 
     Attributes:
         target: the devices: `v5p:4x8x8`, or what JAX calls those that are here.
+        platform: what they are: `tpu`, `gpu` or `cpu`.
         mesh: the sizes of the mesh's axes by name.
         memory: the bytes of one device; None if the compiler gave up without saying.
         refused: why the compiler will not run it, in its own words, or nothing.
@@ -173,15 +174,22 @@ class Compiled:
         return f"{self.verdict}\n\n{self.details}"
 
     @property
+    def note(self) -> str:
+        """What causes and collectives are of, where they are not of the program itself."""
+        if not (self.refused and self.hlo):
+            return ""
+        return (
+            "The compiler gives no program that does not fit: causes and collectives below are of "
+            "the same\nstep compiled for as many CPU devices, which is split alike but widens "
+            "bfloat16 and has plain attention."
+        )
+
+    @property
     def details(self) -> str:
         """What stands under the verdict: memory, collectives by axis, and findings."""
         parts = []
-        if self.refused and self.hlo:
-            parts.append(
-                "The compiler gives no program that does not fit: causes and collectives below are "
-                "of the same\nstep compiled for as many CPU devices, which is split alike but "
-                "widens bfloat16 and has plain attention."
-            )
+        if self.note:
+            parts.append(self.note)
         if self.memory is not None:
             parts.append(_show_memory(self.memory, self.buffers))
         if self.collectives:
@@ -219,7 +227,7 @@ class Compiled:
             },
             "flops": self.flops,
             "bytes_accessed": self.bytes_accessed,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,
             "cached": self.cached,
         }
@@ -283,12 +291,16 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
             ),
             flops=found["flops"],
             bytes_accessed=found["bytes_accessed"],
-            findings=Findings(tuple(Finding(**row) for row in found["findings"])),
+            findings=Findings(tuple(_finding(row) for row in found["findings"])),
             seconds=found["seconds"],
             cached=found["cached"],
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{os.fspath(path)} is no saved compilation: {error}") from error
+
+
+def _finding(row: dict[str, Any]) -> Finding:
+    return Finding(**{name: value for name, value in row.items() if name != "name"})
 
 
 def _collective(row: dict[str, Any]) -> Collective:
@@ -333,7 +345,9 @@ def _show_collectives(compiled: Compiled) -> str:
     for axes, kinds in compiled.by_axis.items():
         total = sum(sent for _, sent in kinds.values())
         told = ", ".join(f"{count} {kind}" for kind, (count, _) in kinds.items())
-        head = f"over {axes or 'no axis'}: {told}; {show_bytes(total)} sent by each device (ring model)"
+        head = (
+            f"over {axes or 'no axis'}: {told}; {show_bytes(total)} sent by each device (modelled)"
+        )
         rows = {}
         for row in compiled.collectives:
             if ",".join(row.axes) != axes:

@@ -15,6 +15,7 @@ from ._held import Held, Sizes, is_traced
 from ._ring import MODEL, sent_bytes
 from ._spec import Axes
 from ._table import html_table, show_bytes, show_shape, text_table
+from ._words import count
 
 _MOST_ROWS = 64
 
@@ -105,9 +106,8 @@ class Trace(Sequence[Event]):
 
     def _caption(self) -> str:
         times = sum(event.times for event in self.events)
-        word = "collective" if times == 1 else "collectives"
         return (
-            f"{times} {word} on {self.mesh}; each device sends {show_bytes(self.total_bytes)} "
+            f"{count(times, 'collective')} on {self.mesh}; each device sends {show_bytes(self.total_bytes)} "
             f"(modelled)\n{MODEL}"
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ._model import split_path
 from ._rules import pattern_regex, steps_text
+from ._words import count
 
 ERROR, WARNING = "error", "warning"
 
@@ -79,6 +80,10 @@ class Finding:
             lines.append(f"  help: {self.help}")
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, str]:
+        """Returns it as plain data."""
+        return {**dataclasses.asdict(self), "name": self.name}
+
     @property
     def concise(self) -> str:
         """The finding on one line."""
@@ -142,7 +147,7 @@ class Findings(Sequence[Finding]):
 
     def to_json(self) -> str:
         """Returns the findings as JSON, one object each."""
-        rows = [dataclasses.asdict(f) | {"name": f.name} for f in self.items]
+        rows = [finding.to_dict() for finding in self.items]
         return json.dumps(
             {"findings": rows, "errors": len(self.errors), "warnings": len(self.warnings)}, indent=2
         )
@@ -165,7 +170,7 @@ class Findings(Sequence[Finding]):
         if not self.items:
             text = "no findings"
         else:
-            text = f"{_count(self.errors, 'error')}, {_count(self.warnings, 'warning')}"
+            text = f"{count(len(self.errors), 'error')}, {count(len(self.warnings), 'warning')}"
         return text + (f", {len(self.allowed)} allowed" if self.allowed else "")
 
 
@@ -212,10 +217,6 @@ def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
 def make_finding(code: str, path: str, message: str, help: str = "", context: str = "") -> Finding:
     """Returns a finding with its code's severity."""
     return Finding(code, CODES[code][1], path, message, help, context)
-
-
-def _count(items: Sequence[Any], word: str) -> str:
-    return f"{len(items)} {word}{'' if len(items) == 1 else 's'}"
 
 
 def alike(findings: Iterable[Finding]) -> list[list[Finding]]:

@@ -94,8 +94,11 @@ def fit(
     mesh = require_devices(plan.layout)
     step = Step(plan)
     shown = show and jax.process_index() == 0
-    if checkpoints is not None and checkpoints.steps():
-        newest = checkpoints.steps()[-1]
+    saved = checkpoints.steps() if checkpoints is not None else []
+    if checkpoints is not None and (not saved or saved[-1] < steps):
+        checkpoints.require_writable()
+    if checkpoints is not None and saved:
+        newest = saved[-1]
         with working(f"restoring step {newest}", show=shown):
             state = checkpoints.restore(recipe, layout, step=newest)
         position = checkpoints.about(newest)["position"]

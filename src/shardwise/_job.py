@@ -16,7 +16,7 @@ from ._activations import named_activations
 from ._batch import data_axes
 from ._check import check
 from ._findings import LayoutError
-from ._layout import Layout
+from ._layout import Layout, call_arguments
 from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe
 from ._scopes import module_paths, scope_modules
@@ -66,9 +66,10 @@ def _training_job(recipe: Recipe, layout: Layout) -> Job:
 class Forward:
     """A model's forward pass as a pure function of its arrays and its inputs."""
 
-    def __init__(self, layout: Layout, graphdef: Any, args: Any, placed: Any):
+    def __init__(self, layout: Layout, graphdef: Any, args: Any, given: list[Any], placed: Any):
         """Keeps what the call needs; makes nothing."""
-        self.layout, self.graphdef, self.args, self.placed = layout, graphdef, args, placed
+        self.layout, self.graphdef, self.args = layout, graphdef, args
+        self.given, self.placed = given, placed
 
     def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
         """Returns what the model returns."""
@@ -77,13 +78,13 @@ class Forward:
         model.eval()
         scope_modules(model)
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
-            given, named = jax.tree.unflatten(self.args, inputs)
-            return model(*given, **named)
+            rest = iter(inputs)
+            flat = [next(rest) if x is None else x for x in self.given]
+            positional, named = jax.tree.unflatten(self.args, flat)
+            return model(*positional, **named)
 
 
 def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
-    if not isinstance(layout, Layout):
-        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
     if inputs is None:
         raise ValueError(
             "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
@@ -101,12 +102,10 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
         leaves=tuple(leaves[keys] for keys, _ in keyed),
         treedef=jax.tree.structure(abstract.state),
     )
-    args = (
-        (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-        if isinstance(inputs, dict) else ((inputs,), {})
-    )  # fmt: skip
-    flat, treedef = jax.tree.flatten(args)
-    placed = [_placed(x, own) for x in flat]
+    flat, treedef = jax.tree.flatten(call_arguments(inputs))
+    placed = [_placed(x, own) for x in flat if _is_array(x)]
+    # What is no array, such as train=True, is given as it is.
+    given = [None if _is_array(x) else x for x in flat]
     arrays = {
         leaf.path: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=NamedSharding(own.mesh, leaf.spec)
@@ -114,7 +113,7 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
         for leaf in own.leaves
     }
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
-    forward = Forward(own, abstract.graphdef, treedef, placed)
+    forward = Forward(own, abstract.graphdef, treedef, given, placed)
     return Job(
         jitted=jax.jit(forward.__call__, in_shardings=shardings),
         arguments=(arrays, placed),
@@ -126,6 +125,10 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
         optimizer_bytes=0,
         batch_bytes=shard_bytes(placed),
     )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def _placed(x: Any, layout: Layout) -> Any:

@@ -24,6 +24,7 @@ from ._rules import Logical, Patterns, Rules, Scene, from_annotations
 from ._spec import require_spec, show_spec
 from ._strategies import flatten_rules
 from ._table import HEADER, leaf_rows, show_bytes, show_devices, show_shape, text_table
+from ._words import count
 
 if TYPE_CHECKING:
     from ._report import Report
@@ -93,7 +94,7 @@ class Layout:
     @property
     def bytes_per_device(self) -> int:
         """Bytes that one device holds (exact); a leaf whose spec has faults counts whole."""
-        return sum(leaf.bytes if leaf.faults else leaf.shard_bytes for leaf in self.leaves)
+        return sum(leaf.held_bytes for leaf in self.leaves)
 
     def on(self, mesh: AnyMesh) -> Layout:
         """Returns the same specs on another mesh, such as a real one after an abstract one."""
@@ -184,7 +185,7 @@ class Layout:
         wrong = sum(bool(leaf.faults) for leaf in self.leaves)
         note = f"; {wrong} with errors, counted whole: see sw.check" if wrong else ""
         return (
-            f"{len(self.leaves)} {'leaf' if len(self.leaves) == 1 else 'leaves'} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
+            f"{count(len(self.leaves), 'leaf', 'leaves')} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
             f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}"
         )
 
@@ -201,7 +202,7 @@ class Layout:
             told = "; ".join(f"{leaf.path}: {fault.message}" for leaf, fault in wrong[:3])
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
-                f"the layout has no shardings, because {len(wrong)} specs cannot be applied: "
+                f"the layout has no shardings, because {count(len(wrong), 'spec')} cannot be applied: "
                 f"{told}{more}; sw.check(layout) says what would work"
             )
         return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
@@ -336,6 +337,17 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
     )
 
 
+def require_layout(given: Any) -> Layout:
+    """Returns what was given, if it is a layout.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(given, Layout):
+        raise ValueError(f"the layout is of type {type(given).__name__}: make one with sw.layout")
+    return given
+
+
 def _dead(rule: Patterns, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
     alive = {pattern for leaf in leaves for pattern, _ in rule.matches(leaf)}
     paths = [leaf.path for leaf in leaves]
@@ -359,7 +371,7 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
         rest = iter(arrays)
         # What is no array, such as train=True, is given as it is.
         given = [next(rest) if yes else x for x, yes in zip(flat, is_array, strict=True)]
-        args, kwargs = _arguments(jax.tree.unflatten(treedef, given))
+        args, kwargs = call_arguments(jax.tree.unflatten(treedef, given))
         return nnx.merge(abstract.graphdef, state)(*args, **kwargs)
 
     auto = AbstractMesh(
@@ -381,7 +393,8 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
     return follow(closed, len(jax.tree.leaves(abstract.state)))
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and the named arguments that `inputs=` stands for."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}

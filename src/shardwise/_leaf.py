@@ -115,6 +115,16 @@ class Leaf:
         return math.prod(self.shard_shape) * self.dtype.itemsize
 
     @property
+    def held_bytes(self) -> int:
+        """The same; of a leaf whose spec has faults all of it, since so it would lie."""
+        return self.bytes if self.faults else self.shard_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device of several holds all of it."""
+        return not self.faults and self.copies == math.prod(self.sizes.values()) > 1
+
+    @property
     def copies(self) -> int:
         """How many devices hold the same shard."""
         self._require_sound()

@@ -33,7 +33,7 @@ def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[st
         "axis_types": mesh_types(mesh),
         "total_bytes": sum(leaf.bytes for leaf in leaves),
         "dead_patterns": [list(pair) for pair in dead_patterns],
-        "bytes_per_device": sum(leaf.bytes if leaf.faults else leaf.shard_bytes for leaf in leaves),
+        "bytes_per_device": sum(leaf.held_bytes for leaf in leaves),
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]

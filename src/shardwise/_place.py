@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from ._audit import structure_findings
 from ._check import check
 from ._findings import Findings
-from ._layout import Layout
+from ._layout import Layout, require_layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves, trace_build
 from ._parts import run_in_parts
@@ -106,8 +106,7 @@ def require_devices(layout: Layout) -> Mesh:
         LayoutError: the layout has errors.
         ValueError: the mesh has no devices.
     """
-    if not isinstance(layout, Layout):
-        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
+    require_layout(layout)
     check(layout).raise_if_errors()
     if not isinstance(layout.mesh, Mesh):
         axes = show_mesh(layout.mesh)

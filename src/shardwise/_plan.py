@@ -105,6 +105,8 @@ class Plan:
             return f"cannot run: {findings.summary}"
         where = show_devices(layout.mesh.size)
         held = f"{where} holds {show_bytes(layout.bytes_per_device)} of {show_bytes(layout.total_bytes)} (exact)"
+        if layout.mesh.size > 1 and layout.bytes_per_device == layout.total_bytes:
+            held += ": no leaf is split"
         if self._held > layout.bytes_per_device:
             held += f", with optimizer and batch {show_bytes(self._held)}"
         chips = self._chips()
@@ -113,7 +115,7 @@ class Plan:
         has = f"{chips.chip.name} has {show_bytes(chips.chip.capacity_bytes)}"
         if self.fits is False:
             less = show_bytes(self._held - chips.chip.capacity_bytes)
-            return f"does not fit: {held}; {has}, {less} too little"
+            return f"does not fit: {held}; {has}, {less} too much"
         return f"{findings.summary}: {held}; {has}"
 
     @property

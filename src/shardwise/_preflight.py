@@ -15,6 +15,7 @@ from ._mesh import show_mesh
 from ._spec import normal_spec, parse_spec, show_spec
 from ._step import Blueprint
 from ._table import show_bytes
+from ._words import count
 
 _HELP_MODEL = "restore with the recipe that it was saved by, or another step"
 
@@ -119,7 +120,11 @@ def _findings(
                 otherwise.setdefault((show_spec(before), show_spec(after)), []).append(name)
     for (before, after), names in otherwise.items():
         # One for each change, not for each array: a restore onto another mesh is nothing wrong.
-        more = f"; so are {len(names) - 1} more arrays" if len(names) > 1 else ""
+        more = (
+            f"; so {'is' if len(names) == 2 else 'are'} {count(len(names) - 1, 'more array')}"
+            if len(names) > 1
+            else ""
+        )
         yield make_finding(
             "SW405",
             names[0],

@@ -15,18 +15,21 @@ from ._spec import padded, show_spec
 
 def plan_data(name: str, plan: Plan) -> dict[str, Any]:
     """Returns what the page shows of one plan, as JSON can hold it."""
-    state = "bad" if not plan.usable else "good" if plan.fits else "plain"
+    found = plan.all_findings
+    state = "bad" if not plan.usable else "warn" if found else "good"
+    # The compiler's verdict says nothing of them.
+    told = f"; {found.summary}" if plan.compiled is not None and found else ""
     return {
         "name": name,
         "mesh": [[axis, size] for axis, size in plan.mesh.items()],
         "target": plan.target,
-        "verdict": {"state": state, "text": plan.verdict},
+        "verdict": {"state": state, "text": plan.verdict + told},
         "memory": {
             "parts": [dataclasses.astuple(part) for part in plan.parts],
             "capacity": plan.capacity,
             "whole": plan.compiled is not None,
         },
-        "findings": [_finding_row(group) for group in alike(plan.all_findings)],
+        "findings": [_finding_row(group) for group in alike(found)],
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),
     }
@@ -50,7 +53,11 @@ def _leaves(layout: Layout | None, axes: list[str]) -> dict[str, Any]:
 
     rows = []
     for leaf in layout.leaves if layout is not None else ():
-        cuts = [] if leaf.faults else [[axes.index(a) for a in d] for d in _cuts(leaf)]
+        cuts = (
+            []
+            if leaf.faults
+            else [[axes.index(a) for a in dim] for dim in padded(leaf.spec, leaf.ndim)]
+        )
         rows.append(
             [
                 leaf.path,
@@ -61,20 +68,15 @@ def _leaves(layout: Layout | None, axes: list[str]) -> dict[str, Any]:
                 cuts,
                 None if leaf.faults else leaf.shard_shape,
                 leaf.bytes,
-                leaf.bytes if leaf.faults else leaf.shard_bytes,
+                leaf.held_bytes,
                 0 if leaf.faults else leaf.copies,
                 number(leaf.reason),
                 [number(_opinion(opinion)) for opinion in leaf.trail],
                 number(_names(leaf)),
                 [number(f"{fault.code}: {fault.message}; {fault.help}") for fault in leaf.faults],
-                int(leaf.meant),
             ]
         )
     return {"leaves": rows, "texts": list(texts)}
-
-
-def _cuts(leaf: Leaf) -> list[tuple[str, ...]]:
-    return padded(leaf.spec, leaf.ndim)
 
 
 def _names(leaf: Leaf) -> str:
@@ -96,9 +98,7 @@ def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:
     return {
         "flops": compiled.flops,
         "bytes_accessed": compiled.bytes_accessed,
-        "refused": compiled.refused,
-        "stand_in": bool(compiled.refused and compiled.hlo),
-        "seconds": compiled.seconds,
+        "note": compiled.note,
         "collectives": [
             [
                 row.kind,

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ._leaf import Leaf, Opinion
 from ._model import AbstractModel, sharding_rules_of, split_path
 from ._spec import Axes, dim_axes, normal_spec, require_spec, show_spec
+from ._words import count
 
 if TYPE_CHECKING:
     from ._dataflow import Flow
@@ -83,7 +84,7 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
         for dim in leaf.stacked:
             entries.insert(dim, None) if dim <= len(entries) else None
         stack = f", and {len(leaf.stacked)} of stacked layers" if leaf.stacked else ""
-        return Opinion(P(*entries), f"a leaf of {rank} dims{stack}")
+        return Opinion(P(*entries), f"a leaf of {count(rank, 'dim')}{stack}")
 
     pick.__name__ = "by_rank"
     return pick

@@ -16,7 +16,7 @@ _LIBRARIES = tuple(
     {os.path.abspath(sysconfig.get_paths()[key]) for key in ("stdlib", "purelib", "platlib")}
 )
 # Where the step begins.
-_EDGE = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
+EDGES = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
 # What transforms and control flow put around a scope.
 _WRAPPED = re.compile(r"^(?:jit|jvp|transpose|vmap|pmap|checkpoint|remat\d*|custom_\w+)\((.*)\)$")
 
@@ -30,7 +30,7 @@ class Source:
         module: the path of the module that was being called, or an empty one.
         place: `file.py:12` of the user's line, or an empty one.
         backward: whether it is of the backward pass.
-        leaf: the leaf of the state that it was made of alone, such as `model:embed`, or nothing.
+        leaf: the leaf of the state that it was made of alone, such as `embed` or `optimizer:0.mu.embed`, or nothing.
     """
 
     op: str
@@ -74,7 +74,7 @@ def user_place(stack: list[tuple[str, int, str]]) -> str:
     for file, line, function in stack:
         if is_users(file):
             return f"{short_path(file)}:{line}"
-        if function in _EDGE and os.path.dirname(os.path.abspath(file)) == _HERE:
+        if function in EDGES and os.path.dirname(os.path.abspath(file)) == _HERE:
             break  # what is further out only asked for the step
     return ""
 
@@ -183,7 +183,7 @@ def _leaf(
 
 
 def _leaf_name(op_name: str) -> str:
-    """Returns `model:embed` for JAX's `state.model['embed']`."""
+    """Returns `embed` for JAX's `state.model['embed']`."""
     found = re.fullmatch(r"state\.(\w+)\[['\"](.*)['\"]\]", op_name)
     if found:
         return found[2] if found[1] == "model" else f"{found[1]}:{found[2]}"

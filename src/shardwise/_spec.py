@@ -14,6 +14,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from ._words import count
+
 Axes = tuple[str, ...]
 
 
@@ -164,9 +166,9 @@ def faults(
         found.append(
             Fault(
                 "SW103",
-                f"the spec has {_count(len(axes), 'entry', 'entries')} but the array has "
-                f"{_count(len(shape), 'dim', 'dims')}",
-                f"give at most {_count(len(shape), 'entry', 'entries')}"
+                f"the spec has {count(len(axes), 'entry', 'entries')} but the array has "
+                f"{count(len(shape), 'dim', 'dims')}",
+                f"give at most {count(len(shape), 'entry', 'entries')}"
                 if shape
                 else "a scalar cannot be split: use P()",
             )
@@ -241,10 +243,6 @@ def _divides(
                 spec = P(*(e[0] if len(e) == 1 else (e or None) for e in entries))
                 return f"{show_spec(spec)} divides evenly"
     return f"no order of these axes divides {tuple(shape)}; {pad}"
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
 
 
 def _nearest(axis: str, sizes: Mapping[str, int]) -> str | None:

@@ -20,7 +20,7 @@ from ._audit import structure_findings
 from ._batch import batch_layout
 from ._check import check
 from ._findings import Findings
-from ._layout import Layout
+from ._layout import Layout, require_layout
 from ._mesh import AnyMesh, target_of
 from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe, remat_policy
@@ -282,8 +282,7 @@ def blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
     """
     if not isinstance(recipe, Recipe):
         raise ValueError(f"the recipe is a {type(recipe).__name__}: see sw.Recipe")
-    if not isinstance(layout, Layout):
-        raise ValueError(f"the layout is a {type(layout).__name__}: see sw.layout")
+    require_layout(layout)
     check(layout).raise_if_errors()
     abstract = abstract_model(recipe.model)
     keyed = keyed_leaves(abstract.state)

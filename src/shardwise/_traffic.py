@@ -123,13 +123,7 @@ def _kind(module: Module, computation: str, instruction: Instruction) -> str:
 
 def _operands(module: Module, computation: str, instruction: Instruction) -> list[Shape]:
     own = module.by_name[computation]
-    return [
-        shape
-        for name in instruction.operands
-        if name in own
-        for shape in own[name].shapes
-        if shape.dtype not in ("token",)
-    ]
+    return [shape for name in instruction.operands if name in own for shape in own[name].shapes]
 
 
 def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:

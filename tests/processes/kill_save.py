@@ -6,6 +6,7 @@ with what was meant to be saved, and goes on from the newest, as a run that was 
 Prints one JSON object at the end.
 """
 
+import gc
 import json
 import os
 import random
@@ -97,6 +98,7 @@ def start(endless):
     os._exit(0)
 
 
+gc.freeze()  # so that no child looks at, and copies, all that was imported
 rng = random.Random(seed)
 found = {"kills": 0, "newest": [], "half": 0, "deleting": 0}
 for _ in range(kills):

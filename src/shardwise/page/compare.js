@@ -8,7 +8,8 @@ function showCompared(element, sides, pickLeaf) {
     return make("div", {}, make("h3", {}, side.name), side.leaves.length ? box : make("p", { class: "faint" }, "It was read from a file, without its layout."));
   });
   element.replaceChildren(make("h2", { id: "compared-title" }, `${one.name} against ${two.name}`),
-    make("div", { class: "columns" }, maps), leafDifferences(one, two), trafficDifferences(one, two), findingDifferences(one, two));
+    make("div", { class: "columns" }, maps),
+    ...[leafDifferences(one, two), trafficDifferences(one, two), findingDifferences(one, two)].filter(Boolean));
   const largest = Math.max(one.tree.held, two.tree.held) || 1;
   sides.forEach((side, i) => {
     const box = maps[i].querySelector(".map");

@@ -2,7 +2,7 @@
 
 const LEAF_FIELDS = [
   "path", "kind", "dtype", "shape", "spec", "cuts", "shard", "bytes", "held", "copies",
-  "reason", "trail", "names", "faults", "meant",
+  "reason", "trail", "names", "faults",
 ];
 
 function readSide(raw, number) {
@@ -11,8 +11,8 @@ function readSide(raw, number) {
   side.sizes = raw.mesh.map(([, size]) => size);
   side.devices = side.sizes.reduce((a, b) => a * b, 1);
   const text = (i) => raw.texts[i];
-  side.leaves = raw.leaves.map((row, index) => {
-    const leaf = { index };
+  side.leaves = raw.leaves.map((row) => {
+    const leaf = {};
     LEAF_FIELDS.forEach((field, i) => { leaf[field] = row[i]; });
     for (const field of ["kind", "dtype", "spec", "reason", "names"]) leaf[field] = text(leaf[field]);
     leaf.trail = leaf.trail.map(text);
@@ -29,7 +29,7 @@ function readSide(raw, number) {
 function groupOf(leaf, side) {
   if (leaf.faults.length) return "error";
   const used = new Set(leaf.cuts.flat().filter((axis) => side.sizes[axis] > 1));
-  if (!used.size) return "whole";
+  if (!used.size) return side.devices > 1 ? "whole" : "one device";
   return [...used].sort((a, b) => a - b).map((axis) => side.axes[axis]).join(" × ");
 }
 
@@ -71,7 +71,7 @@ const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} 
 // --- the tree: modules down to leaves, layers that repeat folded into one row --------------------
 
 function buildTree(leaves) {
-  const root = { name: "", path: "", children: new Map(), leaves: [] };
+  const root = { name: "", path: "", children: new Map() };
   for (const leaf of leaves) {
     let node = root;
     const keys = leaf.path.split(".");

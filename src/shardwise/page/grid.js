@@ -16,7 +16,8 @@ const showDevice = (side, device) =>
 function gridColumns(side) {
   let [columns, axes] = [1, 0];
   for (const size of [...side.sizes].reverse()) {
-    if (columns * size > 32 || axes === side.sizes.length - 1) break;
+    const enough = columns > 1 && side.devices / columns <= 32;
+    if (enough || columns * size > 32 || axes === side.sizes.length - 1) break;
     columns *= size;
     axes += 1;
   }
@@ -30,11 +31,12 @@ function deviceGrid(side, { paint, pick, chosen, label }) {
   const { columns, axes } = gridColumns(side);
   const cells = [];
   const rows = [];
+  const longest = showDevice(side, side.devices - 1).length;
   for (let start = 0; start < side.devices; start += columns) {
     const row = make("div", { role: "row", class: "devices-row" });
     const at = coordinates(side, start).slice(0, side.sizes.length - axes);
     const named = at.map((value, i) => `${side.axes[i]}=${value}`).join(",");
-    row.append(make("span", { class: "row-name", role: "rowheader" }, named));
+    row.append(make("span", { class: "row-name", role: "rowheader", style: `min-width:${axes < side.sizes.length ? Math.min(longest, 24) : 0}ch` }, named));
     for (let device = start; device < Math.min(start + columns, side.devices); device++) {
       const cell = make("button", {
         type: "button", role: "gridcell", class: "device", tabindex: -1, "data-device": device,

@@ -1,7 +1,7 @@
 // Small makers of elements, and a list that holds only the rows in sight.
 
 function make(tag, given = {}, ...children) {
-  const svg = ["svg", "rect", "text", "g", "title", "path", "pattern", "line"].includes(tag);
+  const svg = ["svg", "rect", "text", "title"].includes(tag);
   const element = svg
     ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
@@ -67,10 +67,12 @@ class RowList {
   }
 
   reveal(index) {
+    // What stands above the rows, such as their header, stays in sight and takes room.
     const top = index * this.height;
+    const head = this.space.offsetTop - this.element.offsetTop;
     const { scrollTop, clientHeight } = this.element;
     if (top < scrollTop) this.element.scrollTop = top;
-    else if (top + this.height > scrollTop + clientHeight) this.element.scrollTop = top + this.height - clientHeight;
+    else if (top + this.height + head > scrollTop + clientHeight) this.element.scrollTop = top + this.height + head - clientHeight + 2;
     this.show(true);
   }
 }

@@ -8,6 +8,7 @@ let map = null;
 
 function pickLeaf(leaf, members, from) {
   showLeaf(byId("leaf"), now, leaf, members);
+  if (from === "tree" || from === "map") byId("leaf-title").scrollIntoView({ block: "nearest" });
   if (tree && from !== "tree") tree.reveal(leaf);
   if (map && from !== "map") { map.chosen = leaf; map.draw(); }
   if (from === "far") {
@@ -35,8 +36,9 @@ function showModel(side) {
     pickModule: (node) => map.zoom(node.members ? node.members[0].parent : node),
   });
   // Something to look at from the start: the largest leaf.
-  pickLeaf(side.leaves.reduce((most, leaf) => (leaf.held > most.held ? leaf : most)), null, "map");
-  map.chosen = tree.chosen;
+  const largest = side.leaves.reduce((most, leaf) => (leaf.held > most.held ? leaf : most));
+  map.chosen = largest;
+  showLeaf(byId("leaf"), side, largest);
 }
 
 function showSide(side) {

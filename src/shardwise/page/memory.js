@@ -5,10 +5,10 @@ const PART_COLOURS = {
 };
 
 function verdictBox(side, named) {
-  const words = { good: "fits", bad: "does not work", plain: "" };
+  const words = { good: "good", bad: "does not work", warn: "with warnings", plain: "" };
   return make("div", { class: `verdict ${side.verdict.state}` },
     named ? make("b", {}, `${side.name}: `) : "",
-    make("span", { class: "mark", "aria-hidden": true }, { good: "✓", bad: "✗", plain: "·" }[side.verdict.state]),
+    make("span", { class: "mark", "aria-hidden": true }, { good: "✓", bad: "✗", warn: "!", plain: "·" }[side.verdict.state]),
     make("span", { class: "hidden" }, words[side.verdict.state]),
     side.verdict.text.split("\n").map((line, i) => make(i ? "div" : "span", {}, line)));
 }

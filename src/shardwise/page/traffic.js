@@ -48,8 +48,9 @@ function showTraffic(element, side) {
   const rows = collectivesOf(side);
   const total = rows.reduce((sum, row) => sum + row.bytes, 0);
   const told = rows.length
-    ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled: rings)`
+    ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled)`
     : "The compiled step has no collectives.";
+  const work = `${Number(side.compiled.flops.toPrecision(3)).toExponential()} flops and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)`;
   const place = make("div", {});
   const tabs = Object.keys(TRAFFIC_VIEWS).map((name) => make("button", {
     type: "button", role: "tab", id: `traffic-${name.replace(" ", "-")}`, onclick: () => show(name),
@@ -74,8 +75,8 @@ function showTraffic(element, side) {
     place.replaceChildren(table(header, cells, { right: [header.length - 3, header.length - 2], label: `Collectives ${name}` }),
       shown.length > 500 ? make("p", { class: "faint" }, `and ${shown.length - 500} more`) : "");
   };
-  element.replaceChildren(title, make("p", {}, told),
-    side.compiled.stand_in ? make("p", { class: "faint" }, "The compiler gives no program that does not fit: these are of the same step compiled for as many CPU devices, which is split alike but widens bfloat16.") : "",
+  element.replaceChildren(title, make("p", {}, told), make("p", {}, work),
+    side.compiled.note ? make("p", { class: "faint" }, side.compiled.note) : "",
     rows.length ? make("div", { role: "tablist", class: "tabs", "aria-label": "Collectives" }, tabs) : "", place);
   if (rows.length) show("by axis");
 }

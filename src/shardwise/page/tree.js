@@ -39,7 +39,7 @@ class Tree {
   }
 
   legendEntry(group) {
-    const names = { whole: "whole on every device", error: "cannot be cut so" };
+    const names = { whole: "whole on every device", error: "cannot be cut so", "one device": "on the one device" };
     const entry = make("button", {
       type: "button", class: "key", "aria-pressed": false, "data-group": group.name,
       onclick: () => {

@@ -83,8 +83,8 @@ class Treemap {
     if (w > 46 && h > 15) {
       pen.fillStyle = "#fff";
       const name = node.leaf.path.slice(this.root.path ? this.root.path.length + 1 : 0);
-      pen.fillText(clipped(pen, this.titled ? node.name : name, w - 8), x + 4, y + 3);
-      if (h > 30) pen.fillText(clipped(pen, showBytes(node.held), w - 8), x + 4, y + 16);
+      pen.fillText(ending(pen, name, w - 8), x + 4, y + 4);
+      if (h > 30) pen.fillText(clipped(pen, showBytes(node.held), w - 8), x + 4, y + 17);
     }
   }
 
@@ -179,6 +179,13 @@ function worstRatio(ends, sum, side, unit) {
   const areas = [ends[0].held * unit, ends[ends.length - 1].held * unit];
   const square = (sum / side) ** 2;
   return Math.max(...areas.map((area) => Math.max(square / area, area / square)));
+}
+
+// The end of a path tells leaves apart: what stands before it goes first.
+function ending(pen, path, width) {
+  const steps = path.split(".");
+  while (steps.length > 1 && pen.measureText(steps.join(".")).width > width) steps.shift();
+  return clipped(pen, steps.join("."), width);
 }
 
 function clipped(pen, text, width) {
