@@ -454,7 +454,7 @@ def test_layouts_that_cannot_train_are_refused():
             make(given, nowhere)
         with pytest.raises(ValueError, match="the recipe is a Layout: see sw.Recipe"):
             make(layout, given)
-        with pytest.raises(ValueError, match="the layout is a Mesh: see sw.layout"):
+        with pytest.raises(ValueError, match="the layout is of type Mesh: make one with sw.layout"):
             make(given, layout.mesh)
     assert len(jax.live_arrays()) == before
 
