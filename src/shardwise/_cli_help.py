@@ -18,7 +18,8 @@ ABOUT = """Plan, check, compile and run the sharding of Flax NNX models on JAX, 
 
 A first session, with models that ship with the package and no chips at all. What would every
 device hold? What is wrong with a mesh that is too wide? Does it fit on eight TPUs, and what would
-they send each other? And a recipe, trained on eight virtual CPU devices, with checkpoints:
+they send each other (their compiler comes with "shardwise[tpu]")? And a recipe, trained on eight
+virtual CPU devices, with checkpoints:
 
 \b
   shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor

@@ -79,7 +79,8 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="dp, fsdp, tensor, or joined by +: fsdp+tensor.",
+        help="dp, fsdp, tensor, or joined by +: fsdp+tensor. fsdp leaves whole what has fewer "
+        "than 1 MiB.",
         rich_help_panel=MODEL,
         autocompletion=complete_strategy,
     ),
