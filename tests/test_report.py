@@ -640,8 +640,9 @@ def test_errors_are_drawn_and_told(run, tmp_path):
         (("nothing.json", "-o", "a.html"), "nothing.json"),
         (
             ("lay.json", "--mesh", "data=4", "-o", "a.html"),
-            "--mesh is not for lay.json: a saved file",
+            "--mesh is not for lay.json: a saved file is drawn as it is",
         ),
+        (("lay.json", "--compile", "-o", "a.html"), "--compile is not for lay.json: a saved file"),
         ((DECODER, "--mesh", "data=8", "--against", "other.json", "-o", "a.html"), "other.json"),
     ],
     ids=[
@@ -652,6 +653,7 @@ def test_errors_are_drawn_and_told(run, tmp_path):
         "nothing to compile for",
         "no file",
         "a file has its own",
+        "a file is not compiled",
         "no other file",
     ],
 )

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ._cli_help import Command
-from ._cli_options import Format, app
+from ._cli_options import Format, FormatOption, app
 from ._terminal import tell, tell_json, working
 
 if TYPE_CHECKING:
     from .learn import Marks, Outcome
 
 
-FormatOption = Annotated[Format, typer.Option("--format", help="How to print it.")]
 LessonArgument = Annotated[int, typer.Argument(metavar="LESSON", help="Its number.")]
 
 learn_app = typer.Typer(rich_markup_mode=None)

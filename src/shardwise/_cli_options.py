@@ -24,6 +24,7 @@ from ._terminal import working
 if TYPE_CHECKING:
     from ._compiled import Compiled
     from ._layout import Layout
+    from ._plan import Plan
 
 app = typer.Typer(
     name="shardwise",
@@ -123,6 +124,10 @@ InputsOption = Annotated[
         "the tensor strategy then traces the forward pass instead of guessing.",
         rich_help_panel=MODEL,
     ),
+]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP),
 ]
 FormatOption = Annotated[
     Format,
@@ -297,6 +302,20 @@ def compile_target(target: str, found: Any, made: Layout, inputs: str | None) ->
         raise ValueError(
             f"nothing was compiled, since the layout has errors: {error.findings[0].concise}{rest}"
         ) from error
+
+
+def plan_target(
+    target: str, found: Any, made: Layout, inputs: str | None, *, compile: bool
+) -> Plan:
+    """Returns what is known of what `lay_out` returned, compiled too unless it has errors."""
+    import dataclasses
+
+    from ._plan import plan_of
+
+    known = plan_of(found, made)
+    if not compile or known.findings.errors:
+        return known
+    return dataclasses.replace(known, compiled=compile_target(target, found, made, inputs))
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ._cli_help import OUTPUT, STEP
+from ._cli_help import OUTPUT
 from ._cli_options import (
     TARGETS,
     BatchOption,
+    CompileOption,
     Format,
     FormatOption,
     InputsOption,
@@ -22,8 +23,8 @@ from ._cli_options import (
     StrategyOption,
     Target,
     command,
-    compile_target,
     lay_out,
+    plan_target,
     require_devices,
     require_writable,
     save_to,
@@ -78,12 +79,7 @@ def plan(
     inputs: InputsOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP
-        ),
-    ] = False,
+    compile: CompileOption = False,
     tree: Annotated[
         bool,
         typer.Option(
@@ -113,15 +109,11 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Lays a model out and shows it."""
-    from ._plan import plan_of
-
     if compile:
         require_devices(on)
         require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
-    known = plan_of(found, made)
-    if compile and not known.findings.errors:
-        known = dataclasses.replace(known, compiled=compile_target(target, found, made, inputs))
+    known = plan_target(target, found, made, inputs, compile=compile)
     if explain is not None:
         _explain(made, explain, format)
     elif format is Format.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ._cli_complete import complete_devices, complete_strategy, complete_target
-from ._cli_help import MODEL, OUTPUT, STEP
+from ._cli_help import MODEL, OUTPUT
 from ._cli_options import (
     BatchOption,
+    CompileOption,
     InputsOption,
     OnOption,
     RematOption,
     RulesOption,
     StrategyOption,
     command,
-    compile_target,
     lay_out,
+    plan_target,
     require_devices,
     require_writable,
 )
@@ -87,12 +87,7 @@ def report(
     inputs: InputsOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP
-        ),
-    ] = False,
+    compile: CompileOption = False,
     against: Annotated[
         str | None,
         typer.Option(
@@ -136,11 +131,24 @@ def report(
 ) -> None:
     """Draws a page."""
     require_writable(output, "--output")
-    _require_own(target, {"--mesh": mesh, "--strategy": strategy, "--rules": rules})
+    _require_own(
+        target,
+        {
+            "--mesh": mesh,
+            "--on": None if on == "none" else on,
+            "--strategy": strategy,
+            "--rules": rules,
+            "--inputs": inputs,
+            "--batch": batch,
+            "--remat": remat,
+            "--compile": "yes" if compile else None,
+        },
+    )
     _require_own(
         against or "",
         {
             "--against-mesh": against_mesh,
+            "--against-on": against_on,
             "--against-strategy": against_strategy,
             "--against-rules": against_rules,
         },
@@ -174,7 +182,7 @@ def report(
 def _require_own(target: str, options: dict[str, str | None]) -> None:
     given = next((name for name, value in options.items() if value is not None), None)
     if target.endswith(".json") and given is not None:
-        raise ValueError(f"{given} is not for {target}: a saved file has its own mesh and specs")
+        raise ValueError(f"{given} is not for {target}: a saved file is drawn as it is")
 
 
 def _plan(
@@ -189,8 +197,6 @@ def _plan(
     remat: str | None,
     compile: bool,
 ) -> tuple[str, Plan]:
-    from ._plan import plan_of
-
     if target.endswith(".json"):
         return target, _saved(target)
     if mesh is None:
@@ -199,10 +205,7 @@ def _plan(
         require_devices(on)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
     name = " ".join(x for x in (target, mesh, strategy, rules, on if on != "none" else None) if x)
-    known = plan_of(found, made)
-    if compile and not known.findings.errors:
-        known = dataclasses.replace(known, compiled=compile_target(target, found, made, inputs))
-    return name, known
+    return name, plan_target(target, found, made, inputs, compile=compile)
 
 
 def _saved(path: str) -> Plan:
