@@ -21,7 +21,7 @@ from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe
 from ._scopes import module_paths, scope_modules
 from ._source import is_users
-from ._step import Blueprint, blueprint, on_mesh
+from ._step import Blueprint, blueprint, gathered, on_mesh
 
 
 def job_of(recipe: Any, layout: Layout, inputs: Any) -> Job:
@@ -55,7 +55,7 @@ def _training_job(recipe: Recipe, layout: Layout) -> Job:
         options=plan.compiler_options,
         layout=plan.layout,
         batch=batch,
-        paths=tuple(module_paths(abstract_model(recipe.model).modules[()])),
+        paths=tuple(module_paths(abstract_model(recipe.model, layout.mesh).modules[()])),
         parameters_bytes=shard_bytes(plan.abstract.model),
         optimizer_bytes=shard_bytes((plan.abstract.optimizer, plan.abstract.ema)),
         batch_bytes=shard_bytes(batch),
@@ -73,11 +73,12 @@ class Forward:
 
     def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
         """Returns what the model returns."""
-        flat = [arrays[leaf.path] for leaf in self.layout.leaves]
-        model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
-        model.eval()
-        scope_modules(model)
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
+            arrays = gathered(arrays, self.layout)
+            flat = [arrays[leaf.path] for leaf in self.layout.leaves]
+            model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
+            model.eval()
+            scope_modules(model)
             rest = iter(inputs)
             flat = [next(rest) if x is None else x for x in self.given]
             positional, named = jax.tree.unflatten(self.args, flat)
@@ -91,7 +92,7 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
             "or give a Recipe, for a training step"
         )
     check(layout).raise_if_errors()
-    abstract = abstract_model(model)
+    abstract = abstract_model(model, layout.mesh)
     leaves = {leaf.keys: leaf for leaf in layout.leaves}
     keyed = keyed_leaves(abstract.state)
     missing = [show_path(keys) for keys, _ in keyed if keys not in leaves]

@@ -247,7 +247,7 @@ def layout(
         2 leaves on data=2,model=4: 144 B of 576 B on each of 8 devices (exact)
     """
     sizes = _sizes(mesh)
-    abstract = abstract_model(model)
+    abstract = abstract_model(model, mesh)
     leaves = leaves_of(abstract, sizes)
     scene = Scene(abstract, sizes, functools.cache(lambda: _flow(abstract, mesh, inputs)))
     named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.errors import TraceContextError
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import NamedSharding
 
+from ._build import trace_build
 from ._leaf import Leaf
+from ._mesh import AnyMesh
 
 Keys = tuple[Any, ...]
 Model = Callable[[], nnx.Module] | nnx.Module
@@ -32,26 +31,36 @@ class AbstractModel:
         state: its state, every array a `jax.ShapeDtypeStruct`.
         variables: each variable (or bare array) with its keys, in the order of the state.
         modules: the modules that hold them, by keys.
+        typed: the specs that arrays were made with, by keys: `jnp.zeros(…, out_sharding=P("model"))`.
     """
 
     graphdef: Any
     state: Any
     variables: tuple[tuple[Keys, Any], ...]
     modules: Mapping[Keys, Any]
+    typed: Mapping[Keys, tuple[Any, ...]]
 
 
-def abstract_model(model: Model) -> AbstractModel:
+def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
     """Returns `model` (a factory, a module, or an abstract module) without its arrays.
+
+    Args:
+        model: the model.
+        mesh: the mesh that a factory finds if it names axes.
 
     Raises:
         ValueError: it is none of these, or the factory returns something else.
     """
+    typed: dict[Keys, tuple[Any, ...]] = {}
     if isinstance(model, nnx.Module):
         built = model
         graphdef, state = nnx.split(built)
         state = jax.tree.map(shape_of, state)
     elif callable(model):
-        graphdef, state = _build(model)
+        graphdef, state, on = trace_build(model, lambda build: nnx.eval_shape(build), mesh)
+        if on is not None:
+            typed = _typed(state)
+            state = jax.tree.map(shape_of, state)
         built = nnx.merge(graphdef, state)
     else:
         raise ValueError(
@@ -64,31 +73,7 @@ def abstract_model(model: Model) -> AbstractModel:
         for depth in range(1, len(keys)):
             if keys[:depth] not in modules:
                 modules[keys[:depth]] = _child(modules[keys[: depth - 1]], keys[depth - 1])
-    return AbstractModel(graphdef, state, variables, modules)
-
-
-def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
-    """Returns `make()`, built without eager sharding, and otherwise as the caller would get it."""
-    ambient = nnx.using_eager_sharding()
-    # Eager sharding would place each annotated variable as it is made, by names that
-    # may not be axes; the layout does the placing.
-    with nnx.use_eager_sharding(False):
-        built = make()
-    if not isinstance(built, nnx.Module):
-        raise ValueError(
-            f"the model's factory returned a {type(built).__name__}: it must return an nnx.Module"
-        )
-    for _, node in nnx.iter_graph(built):
-        if isinstance(node, nnx.Variable) and ambient:
-            # The flag is metadata, hence part of the tree structure: left off, no tree of ours
-            # would pair with a tree of the caller's own model.
-            node.set_metadata("eager_sharding", True)
-        elif isinstance(node, nnx.Module):
-            # Within a trace, Flax takes a bare array for a static attribute; it is data.
-            for name, value in list(vars(node).items()):
-                if isinstance(value, jax.Array):
-                    setattr(node, name, nnx.data(value))
-    return built
+    return AbstractModel(graphdef, state, variables, modules, typed)
 
 
 def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
@@ -108,7 +93,8 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
                     dtype=array.dtype,
                     kind=type(variable).__name__ if is_variable else "Array",
                     sizes=sizes,
-                    names=_annotation(variable) if is_variable and not inner else None,
+                    names=(_annotation(variable) if is_variable and not inner else None)
+                    or model.typed.get(all_keys),
                     stacked=_extra_dims(array.shape, expected),
                 )
             )
@@ -160,54 +146,6 @@ def sharding_rules_of(variable: Any) -> Any:
     return variable.get_metadata().get("sharding_rules") or ()
 
 
-def trace_build(make: Callable[[], Any], trace: Callable[[Callable[[], Any]], Any]) -> Any:
-    """Returns the graphdef that `make` gives and what `trace` makes of the state's building.
-
-    Args:
-        make: the factory.
-        trace: such as `jax.eval_shape`: called with a function that returns the state.
-    """
-    require_factory(make)
-    graphdefs = []
-
-    def build() -> Any:
-        graphdef, state = nnx.split(build_model(make))
-        graphdefs.append(graphdef)
-        return state
-
-    # A mesh that the caller has set would type what is built; the layout's own stands in outputs.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        try:
-            traced = trace(build)
-        except TraceContextError as error:
-            raise ValueError(
-                "the model's factory changes something that was made outside it, such as an "
-                "nnx.Rngs: make it inside, so that every call builds the same model"
-            ) from error
-    return graphdefs[0], traced
-
-
-def _build(make: Callable[[], Any]) -> Any:
-    return trace_build(make, lambda build: nnx.eval_shape(build))
-
-
-def require_factory(make: Callable[[], Any]) -> None:
-    """Raises a ValueError if `make` cannot be called without arguments."""
-    try:
-        # The signature of a module class is that of its metaclass, which takes anything.
-        bound = functools.partial(make.__init__, None) if inspect.isclass(make) else make
-        parameters = inspect.signature(bound).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    fixed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needs = [p.name for p in parameters if p.default is p.empty and p.kind not in fixed]
-    if needs:
-        raise ValueError(
-            f"the model's factory {getattr(make, '__name__', make)!r} needs the argument "
-            f"{needs[0]!r}: give a function of no arguments, such as lambda: Model(config, rngs=...)"
-        )
-
-
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype that JAX gives an array, a NumPy array or a Python number."""
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
@@ -247,6 +185,11 @@ def _annotation(variable: nnx.Variable) -> tuple[Any, ...] | None:
     if sharding is None:
         return None
     return tuple(tuple(e) if isinstance(e, list) else e for e in sharding)
+
+
+def _typed(state: Any) -> dict[Keys, tuple[Any, ...]]:
+    specs = {keys: getattr(x.sharding, "spec", ()) for keys, x in keyed_leaves(state)}
+    return {keys: tuple(spec) for keys, spec in specs.items() if any(spec)}
 
 
 def _unstacked_shape(owner: Any, name: Any) -> tuple[int, ...] | None:

@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from ._audit import structure_findings
+from ._build import trace_build
 from ._check import check
 from ._findings import Findings
 from ._layout import Layout, require_layout
 from ._mesh import show_mesh
-from ._model import keyed_leaves, trace_build
+from ._model import keyed_leaves
 from ._parts import run_in_parts
 
 T = TypeVar("T")
@@ -51,14 +53,20 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
             f"init builds the model itself, from a function of no arguments, got a "
             f"{type(make).__name__}: use sw.shard for a model that exists"
         )
-    graphdef, (closed, abstract) = trace_build(
-        make, lambda build: jax.make_jaxpr(build, return_shape=True)()
+    graphdef, (closed, abstract), on = trace_build(
+        make, lambda build: jax.make_jaxpr(build, return_shape=True)(), mesh
     )
-    shardings = _shardings_for(abstract, layout, _auto(mesh))
+    # A factory that names axes was traced for axes of one type, and must be run on such.
+    own = _with_types(mesh, AxisType.Auto if on is None else on.axis_types[0])
+    shardings = jax.tree.leaves(_shardings_for(abstract, layout, own))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        arrays = run_in_parts(closed, jax.tree.leaves(shardings))
+        if on is None:
+            arrays = run_in_parts(closed, shardings)
+        else:
+            with jax.set_mesh(own):
+                arrays = jax.jit(jaxpr_as_fun(closed), out_shardings=shardings)()
     state = jax.tree.unflatten(jax.tree.structure(abstract), arrays)
-    if mesh != _auto(mesh):
+    if mesh != own:
         state = jax.device_put(state, _shardings_for(abstract, layout, mesh))
     return nnx.merge(graphdef, state)
 
@@ -124,8 +132,8 @@ def own_mesh(mesh: Any) -> Any:
     return jax.set_mesh(mesh)
 
 
-def _auto(mesh: Mesh) -> Mesh:
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+def _with_types(mesh: Mesh, kind: AxisType) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * mesh.devices.ndim)
 
 
 def _shardings_for(state: Any, layout: Layout, mesh: Mesh) -> Any:

@@ -55,7 +55,7 @@ class TrainState:
         if ema and not self.ema:
             raise ValueError("the state has no moving average: give the recipe ema=0.999")
         arrays = {**self.model, **(self.ema if ema else {})}
-        abstract = abstract_model(make)
+        abstract = abstract_model(make, self.step.sharding.mesh)
         paths = [show_path(keys) for keys, _ in keyed_leaves(abstract.state)]
         if set(paths) != set(arrays):
             raise ValueError(

@@ -26,6 +26,7 @@ from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe, remat_policy
 from ._remat import remat_modules
 from ._scopes import scope_modules
+from ._spec import make_spec, padded
 from ._state import Arrays, TrainState
 
 # Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
@@ -221,6 +222,7 @@ class Blueprint:
             args = (key if index is None else jax.random.fold_in(key, index),)
 
         def compute(arrays: Arrays, batch: Any, *keys: Any) -> Any:
+            arrays = gathered(arrays, self.layout)
             model = self.merge(arrays)
             if not train:
                 model.eval()
@@ -235,7 +237,10 @@ class Blueprint:
             after = {show_path(keys): x for keys, x in keyed_leaves(nnx.split(model)[1])}
             after = {path: after[path] for path in rest}
             changed = {path: x for path, x in after.items() if x is not arrays[path]}
-            return loss.astype(jnp.float32), (metrics, changed)
+            return loss.astype(jnp.float32), (
+                metrics,
+                _resharded(changed, self.layout, gather=False),
+            )
 
         if recipe.remat is not None and not isinstance(recipe.remat, Mapping) and train:
             compute = jax.checkpoint(compute, policy=remat_policy(recipe.remat))
@@ -273,6 +278,29 @@ class Blueprint:
         return {path: constrain(x, self.shardings.model[path]) for path, x in arrays.items()}
 
 
+def gathered(arrays: Arrays, layout: Layout) -> Arrays:
+    """Returns the arrays as the model computes with them on Explicit axes.
+
+    On Auto axes the compiler gathers what FSDP stores in parts. Explicit ones carry the storage's
+    split into the types of every result, where it clashes with that of the batch.
+    """
+    return _resharded(arrays, layout, gather=True)
+
+
+def _resharded(arrays: Arrays, layout: Layout, *, gather: bool) -> Arrays:
+    """Returns what FSDP stores in parts over Explicit axes gathered, or in its parts again."""
+    mesh = layout.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    done = dict(arrays)
+    for leaf in layout.leaves:
+        axes = {axis for axis in leaf.gathered if kinds[axis] == AxisType.Explicit}
+        if axes and leaf.path in arrays:
+            entries = padded(leaf.spec, leaf.ndim)
+            used = make_spec([tuple(a for a in entry if a not in axes) for entry in entries])
+            done[leaf.path] = jax.sharding.reshard(arrays[leaf.path], used if gather else leaf.spec)
+    return done
+
+
 def blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
     """Returns what the recipe's step is made of on this layout.
 
@@ -284,7 +312,7 @@ def blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
         raise ValueError(f"the recipe is a {type(recipe).__name__}: see sw.Recipe")
     require_layout(layout)
     check(layout).raise_if_errors()
-    abstract = abstract_model(recipe.model)
+    abstract = abstract_model(recipe.model, layout.mesh)
     keyed = keyed_leaves(abstract.state)
     Findings(tuple(structure_findings(layout, dict(keyed)))).raise_if_errors()
     leaves = {leaf.keys: leaf for leaf in layout.leaves}
@@ -312,7 +340,27 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
     inner = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     # The empty mesh comes first, since a mesh that is set cannot change its size.
     with use(AbstractMesh((), ())), use(inner), nnx.use_eager_sharding(False):
-        yield
+        try:
+            yield
+        except Exception as error:
+            if help := _axis_types_help(error):
+                raise ValueError(f"{error}\n{help}") from error
+            raise
+
+
+def _axis_types_help(error: Exception) -> str:
+    """Returns what to do about a model that is written for axes of the other type, or nothing."""
+    if "type Auto" in str(error) and "PartitionSpec" in str(error):
+        return (
+            "help: the model names the sharding of results (out_sharding=), which needs axes of "
+            "type Explicit: make the mesh with sw.mesh(…, explicit=True)"
+        )
+    if type(error).__name__ == "ShardingTypeError":
+        return (
+            "help: on axes of type Explicit a model must name the sharding of such a result "
+            "(out_sharding=); on Auto axes, sw.mesh without explicit=True, the compiler chooses it"
+        )
+    return ""
 
 
 def require_planned(state: TrainState, planned: TrainState) -> None:
