@@ -113,6 +113,133 @@ def test_sigkill_at_random_moments_of_a_save(tmp_path):
         assert found["left"] == [str(newest + 1)], "leftovers are swept by the next run"
 
 
+# --- two writers ----------------------------------------------------------------------------------
+
+TRIES = 30
+
+
+def start(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_that_save_to_one_directory(tmp_path):
+    """What `wait` calls saved is there, and the others are refused by a sentence that says who."""
+    run = tmp_path / "run"
+    racers = [start("write_race.py", run, 1000 * number, TRIES) for number in (1, 2)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    outcomes = [racer.communicate("go\n", timeout=120) for racer in _released(racers)]
+    found = [json.loads(out) for out, _ in outcomes]
+    saved = sorted(step for one in found for step in one["saved"])
+    refused = [told for one in found for told in one["refused"]]
+    assert len(saved) + len(refused) == 2 * TRIES
+    checkpoints = sw.Checkpoints(run)
+    assert checkpoints.steps() == saved
+    for step in saved[:2] + saved[-2:]:
+        checkpoints.restore(RECIPE, layout(), step=step)
+    assert sorted(path.name for path in run.iterdir()) == sorted(map(str, saved))
+    pattern = (
+        rf"checkpoints cannot be saved to {run}: (process \d+ on \S+ is saving there, since "
+        r"[-\d]+ [:\d]+|another process is saving there); wait until it has ended, or give "
+        r"another directory"
+    )
+    assert all(re.fullmatch(pattern, told) for told in refused), refused[:3]
+
+
+def _released(racers):
+    for racer in racers:  # all of them, before the first is waited for
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    return racers
+
+
+def test_a_directory_that_another_process_has(tmp_path):
+    script = (
+        "import sys, shardwise as sw; c = sw.Checkpoints(sys.argv[1]); c.require_writable(); "
+        "print('has it', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment(), text=True, **pipes) as other:
+        assert other.stdout.readline() == "has it\n"
+        checkpoints = sw.Checkpoints(tmp_path)
+        for action in (checkpoints.require_writable, lambda: save(checkpoints, 1)):
+            with pytest.raises(sw.CheckpointError) as caught:
+                action()
+            assert f"{tmp_path}: process {other.pid} on " in str(caught.value)
+        # A reader needs no lock, and the lock is nothing that is there.
+        with pytest.raises(sw.CheckpointError, match="has no checkpoints: it is empty$"):
+            checkpoints.about()
+        other.kill()  # and with it goes the lock, whose file stays
+        other.wait()
+    assert (tmp_path / ".lock").exists()
+    save(checkpoints, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert is_intact(checkpoints, 1)
+
+
+def test_two_writers_of_one_process(tmp_path):
+    first, second = sw.Checkpoints(tmp_path), sw.Checkpoints(tmp_path)
+    first.require_writable()
+    second.require_writable()  # the first has saved nothing: it keeps nobody waiting
+    second.save(1, state())
+    with pytest.raises(sw.CheckpointError) as caught:
+        first.save(2, state())
+    assert str(caught.value) == (
+        f"checkpoints cannot be saved to {tmp_path}: this process has it open for writing already: "
+        f"close() the other Checkpoints first"
+    )
+    second.close()
+    first.save(2, state())
+    first.close()
+    assert first.steps() == [1, 2]
+
+
+def test_a_lock_is_not_kept_by_a_forked_child(tmp_path):
+    checkpoints = sw.Checkpoints(tmp_path)
+    checkpoints.require_writable()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent is done
+        os._exit(0)
+    checkpoints.close()
+    other = sw.Checkpoints(tmp_path)
+    other.require_writable()
+    other.close()
+    os.close(writing)
+    os.close(reading)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_step_that_is_gone_when_its_save_is_done(tmp_path, monkeypatch):
+    """As another program that cleans up may do it: no save is called done that is not there."""
+    from shardwise import _orbax
+
+    wait = _orbax.Writer.wait
+    monkeypatch.setattr(
+        _orbax.Writer, "wait", lambda writer: (wait(writer), shutil.rmtree(tmp_path / "1"))
+    )
+    checkpoints = sw.Checkpoints(tmp_path)
+    checkpoints.save(1, state())
+    with pytest.raises(sw.CheckpointError) as caught:
+        checkpoints.wait()
+    assert str(caught.value) == (
+        f"step 1 could not be saved to {tmp_path}: when it was done, its file state/_METADATA is "
+        f"missing"
+    )
+    monkeypatch.undo()
+    checkpoints.close()
+
+
 # --- damaged --------------------------------------------------------------------------------------
 
 

@@ -310,8 +310,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.take(on_disk=jax.process_index() == 0)
         except Taken as taken:
-            told = f"checkpoints cannot be saved to {self.directory}: {taken}; wait until it has "
-            told += "ended, or give another directory"
+            told = f"checkpoints cannot be saved to {self.directory}: {taken}"
         if jax.process_count() > 1:
             told = _from_first_process(told)
         if told:
@@ -407,6 +406,7 @@ def _reason(error: BaseException) -> str:
         "Not a directory": "a part of the path is a file",
         "File exists": "a part of the path is a file",
         "checksum verification failed": "a file of it is damaged",
+        "Error decoding": "a file of it is damaged",
         "DATA_LOSS": "a file of it is damaged",
         "OUT_OF_RANGE": "a file of it was cut short",
         "NOT_FOUND": "a file of it is missing",

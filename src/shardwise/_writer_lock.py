@@ -108,7 +108,7 @@ def _lock(path: Path) -> tuple[int | None, bool]:
             if _is_still(path, file):
                 break
         except BlockingIOError:
-            told = _who(file)
+            told = f"{_who(file)}; wait until it has ended, or give another directory"
             os.close(file)
             raise Taken(told) from None
         except BaseException:
