@@ -174,7 +174,7 @@ def _sums_of_small(parts: Sequence[jax.Array], kinds: Sequence[_Kind], mesh: Mes
     begin = jnp.stack([_index(axes) for axes in splits])[split] * sizes
     place = jnp.arange(width, dtype=jnp.uint32)[None]
 
-    def coordinate(dims: Sequence[int]) -> jax.Array:
+    def coordinate(dims: Any) -> jax.Array:
         at = np.asarray(owners), np.asarray(dims)
         return place // strides[at][:, None] % sizes[at][:, None] + begin[at][:, None]
 
