@@ -79,10 +79,53 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     assert status in (None, 0)
     assert out == ("no findings\nstep 6: 6.4 KiB in all; one process needs 6.4 KiB (exact)\n")
     status, out, err = run(*preflight, "small.py:plain", "--step", "4")
-    assert status == 1 and out.count("error[SW402] extra-in-checkpoint") == 5
+    assert status == 1 and out.startswith(
+        "error[SW402] extra-in-checkpoint: optimizer.0.count\n"
+        "  the checkpoint has int32[], the recipe has no such array\n"
+        "  help: resume with the optimizer that it was trained with; or restore with that one, and "
+        "start another run from its model\n"
+        "error[SW402] extra-in-checkpoint: optimizer.0.mu.**\n"
+        "  2 arrays, first optimizer.0.mu.bias: the checkpoint has float32["
+    )
+    assert out.count("error[SW402] extra-in-checkpoint") == 3 and "5 errors, 0 warnings" in out
+    rows = json.loads(run(*preflight, "small.py:plain", "--format", "json")[1])["findings"]
+    assert [row["path"] for row in rows] == [
+        *("optimizer.0.count", "optimizer.0.mu.bias", "optimizer.0.mu.kernel"),
+        *("optimizer.0.nu.bias", "optimizer.0.nu.kernel"),
+    ]
+    status, out, err = run("train", "small.py:plain", *train[2:], "--steps", "8", "--resume")
+    assert status == 2 and err.splitlines()[-1].startswith(
+        "shardwise: 5 findings: optimizer.0.count: SW402 the checkpoint has int32[], the recipe has "
+        "no such array; optimizer.0.mu.** (2 arrays, first optimizer.0.mu.bias): SW402 "
+    )
+    assert err.endswith(
+        " (help: resume with the optimizer that it was trained with; or restore with that one, and "
+        "start another run from its model)\n"
+    )
+
+    rows = json.loads(run("checkpoints", "runs/a", "--step", "4", "--format", "json")[1])
+    assert [row["step"] for row in rows] == [4]
+    out = run("checkpoints", "runs/a", "--step", "4")[1]
+    assert out.splitlines()[1].split()[0] == "4" and "1 checkpoint in " in out
+    status, out, err = run("checkpoints", "runs/a", "--step", "3")
+    assert status == 2 and err.endswith("runs/a has no step 3: it has 2, 4, 6\n")
 
 
 WRONG = {
+    **{
+        f"{option} and no preflight": (
+            ("checkpoints", "runs/a", option, value),
+            f"{option} is for a preflight: give --preflight TARGET too, the Recipe to restore with",
+        )
+        for option, value in (
+            *(("--mesh", "data=8"), ("--on", "cpu:8"), ("--strategy", "dp")),
+            *(("--rules", "rules.py"), ("--inputs", "int32[8]")),
+        )
+    },
+    "a negative step": (
+        ("checkpoints", "runs/a", "--step", "-1"),
+        "--step must be a non-negative integer, got -1",
+    ),
     "no recipe": (
         ("train", "small.py:make", *RUN, "--steps", "1"),
         "target 'small.py:make' is a function: train needs a Recipe, with its loss, optimizer and "

@@ -340,13 +340,15 @@ POSITIVE = {
         lambda: preflight(linear(), linear(), wanted_tx=optax.sgd(0.1, 0.9)),
         "optimizer.0.trace.kernel",
         "the recipe has float32[8, 16], the checkpoint of step 0 has no such array",
-        "restore with the recipe that it was saved by, or another step",
+        "resume with the optimizer that it was trained with; or restore with that one, and start "
+        "another run from its model",
     ),
     "SW402": (
         lambda: preflight(linear(), linear(), tx=optax.sgd(0.1, 0.9)),
         "optimizer.0.trace.kernel",
         "the checkpoint has float32[8, 16], the recipe has no such array",
-        "restore with the recipe that it was saved by, or another step",
+        "resume with the optimizer that it was trained with; or restore with that one, and start "
+        "another run from its model",
     ),
     "SW403": (
         lambda: preflight(linear(), linear(8, 32)),

@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 import shardwise as sw
+from shardwise._step_files import sealed
 
 HERE = Path(__file__).parent / "processes"
 KILLS = 25  # by each of two
@@ -112,6 +113,133 @@ def test_sigkill_at_random_moments_of_a_save(tmp_path):
         assert found["left"] == [str(newest + 1)], "leftovers are swept by the next run"
 
 
+# --- two writers ----------------------------------------------------------------------------------
+
+TRIES = 30
+
+
+def start(script, *arguments):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / script), *map(str, arguments)],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_processes_that_save_to_one_directory(tmp_path):
+    """What `wait` calls saved is there, and the others are refused by a sentence that says who."""
+    run = tmp_path / "run"
+    racers = [start("write_race.py", run, 1000 * number, TRIES) for number in (1, 2)]
+    for racer in racers:
+        assert racer.stdout.readline() == "ready\n"
+    outcomes = [racer.communicate("go\n", timeout=120) for racer in _released(racers)]
+    found = [json.loads(out) for out, _ in outcomes]
+    saved = sorted(step for one in found for step in one["saved"])
+    refused = [told for one in found for told in one["refused"]]
+    assert len(saved) + len(refused) == 2 * TRIES
+    checkpoints = sw.Checkpoints(run)
+    assert checkpoints.steps() == saved
+    for step in saved[:2] + saved[-2:]:
+        checkpoints.restore(RECIPE, layout(), step=step)
+    assert sorted(path.name for path in run.iterdir()) == sorted(map(str, saved))
+    pattern = (
+        rf"checkpoints cannot be saved to {run}: (process \d+ on \S+ is saving there, since "
+        r"[-\d]+ [:\d]+|another process is saving there); wait until it has ended, or give "
+        r"another directory"
+    )
+    assert all(re.fullmatch(pattern, told) for told in refused), refused[:3]
+
+
+def _released(racers):
+    for racer in racers:  # all of them, before the first is waited for
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    return racers
+
+
+def test_a_directory_that_another_process_has(tmp_path):
+    script = (
+        "import sys, shardwise as sw; c = sw.Checkpoints(sys.argv[1]); c.require_writable(); "
+        "print('has it', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment(), text=True, **pipes) as other:
+        assert other.stdout.readline() == "has it\n"
+        checkpoints = sw.Checkpoints(tmp_path)
+        for action in (checkpoints.require_writable, lambda: save(checkpoints, 1)):
+            with pytest.raises(sw.CheckpointError) as caught:
+                action()
+            assert f"{tmp_path}: process {other.pid} on " in str(caught.value)
+        # A reader needs no lock, and the lock is nothing that is there.
+        with pytest.raises(sw.CheckpointError, match="has no checkpoints: it is empty$"):
+            checkpoints.about()
+        other.kill()  # and with it goes the lock, whose file stays
+        other.wait()
+    assert (tmp_path / ".lock").exists()
+    save(checkpoints, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert is_intact(checkpoints, 1)
+
+
+def test_two_writers_of_one_process(tmp_path):
+    first, second = sw.Checkpoints(tmp_path), sw.Checkpoints(tmp_path)
+    first.require_writable()
+    second.require_writable()  # the first has saved nothing: it keeps nobody waiting
+    second.save(1, state())
+    with pytest.raises(sw.CheckpointError) as caught:
+        first.save(2, state())
+    assert str(caught.value) == (
+        f"checkpoints cannot be saved to {tmp_path}: this process has it open for writing already: "
+        f"close() the other Checkpoints first"
+    )
+    second.close()
+    first.save(2, state())
+    first.close()
+    assert first.steps() == [1, 2]
+
+
+def test_a_lock_is_not_kept_by_a_forked_child(tmp_path):
+    checkpoints = sw.Checkpoints(tmp_path)
+    checkpoints.require_writable()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.read(reading, 1)  # until the parent is done
+        os._exit(0)
+    checkpoints.close()
+    other = sw.Checkpoints(tmp_path)
+    other.require_writable()
+    other.close()
+    os.close(writing)
+    os.close(reading)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_step_that_is_gone_when_its_save_is_done(tmp_path, monkeypatch):
+    """As another program that cleans up may do it: no save is called done that is not there."""
+    from shardwise import _orbax
+
+    wait = _orbax.Writer.wait
+    monkeypatch.setattr(
+        _orbax.Writer, "wait", lambda writer: (wait(writer), shutil.rmtree(tmp_path / "1"))
+    )
+    checkpoints = sw.Checkpoints(tmp_path)
+    checkpoints.save(1, state())
+    with pytest.raises(sw.CheckpointError) as caught:
+        checkpoints.wait()
+    assert str(caught.value) == (
+        f"step 1 could not be saved to {tmp_path}: when it was done, its file state/_METADATA is "
+        f"missing"
+    )
+    monkeypatch.undo()
+    checkpoints.close()
+
+
 # --- damaged --------------------------------------------------------------------------------------
 
 
@@ -174,6 +302,133 @@ def test_a_flipped_bit_of_an_array_is_told_with_its_name(damaged):
     assert is_intact(damaged, 1)
 
 
+def find_kernel(checkpoints):
+    """Returns the file that holds step 2's kernel, and where in it the numbers 200 to 209 are."""
+    for path in (checkpoints.directory / "2").rglob("d/*"):
+        place = path.read_bytes().find(np.arange(200, 210, dtype="float32").tobytes())
+        if place > 0:
+            return path, place
+    raise AssertionError("no file has them")
+
+
+def refuses(checkpoints, *meshes):
+    """Asserts that a restore onto each mesh, and a run, refuse step 2; returns the sentence."""
+    told = set()
+    for axes in meshes:
+        count = int(axes.split("=")[1])
+        here = sw.layout(make, sw.mesh(axes, on=f"cpu:{count}"), sw.fsdp("data", min_bytes=0))
+        with pytest.raises(sw.CheckpointError) as caught:
+            checkpoints.restore(RECIPE, here, step=2)
+        told.add(str(caught.value))
+    data = sw.data(np.ones((16, 64), "float32"))
+    with pytest.raises(sw.CheckpointError) as caught:
+        sw.fit(RECIPE, layout(), data, steps=3, checkpoints=checkpoints, show=False)
+    checkpoints.close()
+    (sentence,) = told | {str(caught.value)}
+    return sentence
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_even_number_of_flipped_signs_is_told(damaged, count):
+    """The sum of format 1 did not see it: 2**31 twice is 0."""
+    path, place = find_kernel(damaged)
+    data = bytearray(path.read_bytes())
+    for number in range(count):
+        data[place + 4 * number + 3] ^= 0x80
+    path.write_bytes(data)
+    told = refuses(damaged, "data=1", "data=4")
+    assert "is damaged: what was read of" in told and told.startswith(
+        f"step 2 in {damaged.directory}"
+    )
+    assert is_intact(damaged, 1)
+
+
+def test_a_checkpoint_of_format_1(tmp_path):
+    """Written by version 0.1: it is restored, onto any mesh, and its damage is told."""
+    shutil.copytree(HERE.parent / "format1", tmp_path / "run")
+    checkpoints = sw.Checkpoints(tmp_path / "run")
+
+    def small():
+        return nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+    recipe = sw.Recipe(
+        model=small,
+        loss=RECIPE.loss,
+        optimizer=optax.adam(1e-2),
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+    )
+    assert checkpoints.about()["format"] == 1
+    for axes, count in (("data=2", 2), ("data=4", 4), ("data=1", 1)):
+        here = sw.layout(small, sw.mesh(axes, on=f"cpu:{count}"), sw.fsdp("data", min_bytes=0))
+        restored = checkpoints.restore(recipe, here)
+        for x in jax.tree.leaves(restored):
+            assert np.array_equal(np.asarray(x).reshape(-1), np.arange(x.size))
+    about = tmp_path / "run/1/about/about.json"
+    body = json.loads(about.read_text())
+    del body["crc32"]
+    body["arrays"]["model.kernel"]["digest"] ^= 1
+    about.write_text(sealed(body))
+    told = "is damaged: what was read of model.kernel is not what was saved$"
+    with pytest.raises(sw.CheckpointError, match=told):
+        checkpoints.restore(recipe, here)
+    path = sorted((tmp_path / "run").rglob("d/*"))[0]
+    path.write_bytes(b"")
+    with pytest.raises(sw.CheckpointError, match=f"its file .*{path.name} is empty$"):
+        checkpoints.preflight(recipe, here)
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_a_file_that_is_cut_short_is_told_before_anything_is_read(damaged, size):
+    step = damaged.directory / "2"
+    for path in sorted(step.rglob("d/*")):
+        data = path.read_bytes()
+        path.write_bytes(data[:size])
+        name = path.relative_to(step)
+        told = (
+            f"step 2 in {damaged.directory} is damaged: its file {name} has {size} bytes, and was "
+            f"saved with {len(data)}; other steps there: 1; remove it to go on from them"
+        )
+        for action in (damaged.preflight, damaged.restore):
+            with pytest.raises(sw.CheckpointError) as caught:
+                action(RECIPE, layout())
+            assert str(caught.value) == told
+        path.write_bytes(data)
+    path.unlink()
+    with pytest.raises(sw.CheckpointError, match=f"its file {name} is missing; other"):
+        damaged.preflight(RECIPE, layout())
+
+
+def test_a_refused_restore_prints_nothing_else(damaged, tmp_path):
+    """Files of the right size and with wrong contents, which TensorStore itself refuses."""
+    for path in (damaged.directory / "2").rglob("d/*"):
+        path.write_bytes(bytes(path.stat().st_size))
+    script = """
+import jax, sys
+jax.config.update("jax_num_cpu_devices", 2)
+import shardwise as sw
+from test_faults import RECIPE, layout
+try:
+    sw.Checkpoints(sys.argv[1]).restore(RECIPE, layout())
+except sw.CheckpointError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(damaged.directory)],
+        env=environment() | {"PYTHONPATH": str(HERE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert re.fullmatch(
+        r"step 2 in \S+ could not be restored: a file of it is damaged.*\n", done.stdout
+    )
+    # What other libraries say while they are imported is not ours.
+    assert (
+        "asyncio" not in done.stderr and "Traceback" not in done.stderr.rpartition("installed?")[2]
+    )
+    assert "Task" not in done.stderr and "loop is closed" not in done.stderr
+
+
 @pytest.mark.parametrize("file", ["state/_METADATA", "state/manifest.ocdbt"])
 def test_a_missing_metadata_file(damaged, file):
     (damaged.directory / "2" / file).unlink()
@@ -210,7 +465,7 @@ def test_a_damaged_about(damaged, text, reason):
 def test_an_about_of_another_format(damaged):
     path = damaged.directory / "2/about/about.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
-    with pytest.raises(sw.CheckpointError, match="is of format 9, this version reads 1$"):
+    with pytest.raises(sw.CheckpointError, match="is of format 9, this version reads 2 and older$"):
         damaged.restore(RECIPE, layout())
 
 

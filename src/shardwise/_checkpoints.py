@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import operator
 import re
 import shutil
 import tempfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._digest import digests
+from . import _digest_v1
+from ._digest import ALGORITHM, digests
 from ._findings import Allow
 from ._layout import Layout
 from ._lockfile import key_impl
@@ -28,14 +28,13 @@ from ._preflight import Preflight, array_rows, flight_check, named_arrays
 from ._recipe import Recipe
 from ._state import TrainState
 from ._step import Blueprint, blueprint
+from ._step_files import ABOUT, FORMAT, LAYOUT, UnknownFormat, read_about, sealed
 from ._watch import NotFinite
+from ._writer_lock import LOCK, Taken, WriterLock
 
 if TYPE_CHECKING:
     from ._orbax import Writer
 
-FORMAT = 1
-_ABOUT, _LAYOUT = "about/about.json", "about/layout.json"
-_PARTS = ("state/_METADATA", "state/manifest.ocdbt", _ABOUT)
 _DELETED = ".deleted-"
 
 
@@ -90,6 +89,7 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.keep, self.every, self.minutes = keep, every, minutes
         self._writer: Writer | None = None
+        self._lock = WriterLock(self.directory, is_idle=lambda: self._writer is None)
         self._saving: int | None = None
         self._removing: list[threading.Thread] = []
 
@@ -120,6 +120,27 @@ class Checkpoints:
             raise ValueError(f"step {step!r} is no number of a step: give 0 or more")
         self._settle()
         step = operator.index(step)
+        could_not = f"step {step} could not be saved to {self.directory}"
+        with self._explained(could_not):
+            self._take_lock()
+        try:
+            self._begin(step, state, could_not, position=position, layout=layout, finite=finite)
+        except BaseException:
+            if self._writer is None:
+                self._lock.release()
+            raise
+        self._saving = step
+
+    def _begin(
+        self,
+        step: int,
+        state: TrainState,
+        could_not: str,
+        *,
+        position: int,
+        layout: Layout | None,
+        finite: Collection[str],
+    ) -> None:
         target = self.directory / str(step)
         if target.exists():
             raise CheckpointError(
@@ -132,6 +153,7 @@ class Checkpoints:
             digest_of = digests(named_arrays(arrays))
         about = {
             "format": FORMAT,
+            "digest": ALGORITHM,
             "step": step,
             "position": int(position),
             "mesh": show_mesh(mesh),
@@ -149,26 +171,24 @@ class Checkpoints:
                 more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 raise NotFinite(f"{wrong[0]}{more} is not finite after step {step}")
             for name, digest in found.items():
-                rows[name]["digest"] = digest.sum
-            body = {**about, "arrays": rows}
-            return json.dumps({**body, "crc32": _crc32(body)}, indent=1)
+                rows[name]["digest"] = digest.value
+            return sealed({**about, "arrays": rows})
 
-        files: dict[str, Callable[[], str]] = {Path(_ABOUT).name: about_text}
+        files: dict[str, Callable[[], str]] = {Path(ABOUT).name: about_text}
         if layout is not None:
-            files[Path(_LAYOUT).name] = layout.lockfile
-        with self._explained(f"step {step} could not be saved to {self.directory}", sweep=True):
-            with own_mesh(mesh):
-                self._open().save(target, _tree(arrays), files)
-        self._saving = step
+            files[Path(LAYOUT).name] = layout.lockfile
+        with self._explained(could_not, sweep=step), own_mesh(mesh):
+            self._open().save(target, _tree(arrays), files)
 
     def require_writable(self) -> None:
-        """Makes the directory if it is not there, and tries to write to it.
+        """Makes the directory if it is not there, tries to write to it, and keeps others out.
 
         Raises:
-            CheckpointError: that cannot be done; better known before a run than at its end.
+            CheckpointError: that cannot be done, or another run saves there; better known before
+                a run than at its end.
         """
         with self._explained(f"checkpoints cannot be saved to {self.directory}"):
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
             tempfile.TemporaryFile(dir=self.directory).close()
 
     def wait(self) -> None:
@@ -186,9 +206,19 @@ class Checkpoints:
         if self._writer is None or self._saving is None:
             return
         step, self._saving = self._saving, None
-        with self._explained(f"step {step} could not be saved to {self.directory}", sweep=True):
+        could_not = f"step {step} could not be saved to {self.directory}"
+        with self._explained(could_not, sweep=step):
             self._writer.wait()
+            if jax.process_index() == 0:
+                self._require_saved(step, could_not)
         self._prune()
+
+    def _require_saved(self, step: int, could_not: str) -> None:
+        """Refuses a save that Orbax calls done, and of which the files are not there."""
+        try:
+            read_about(self.directory / str(step))
+        except ValueError as error:
+            raise CheckpointError(f"{could_not}: when it was done, {error}") from error
 
     def close(self) -> None:
         """Waits, and ends the threads that save; the next save begins anew."""
@@ -198,6 +228,7 @@ class Checkpoints:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+            self._lock.release()
 
     def steps(self) -> list[int]:
         """Returns the steps that are there, committed, in order."""
@@ -213,29 +244,14 @@ class Checkpoints:
             CheckpointError: the step is not there, or a file of it is missing or damaged.
         """
         step = self._pick(step)
-        place = self.directory / str(step)
-        missing = [part for part in _PARTS if not (place / part).is_file()]
-        if missing:
-            raise CheckpointError(
-                f"step {step} in {self.directory} is damaged: its file {missing[0]} is missing"
-                f"{self._others(step)}"
-            )
         try:
-            about = json.loads((place / _ABOUT).read_text(encoding="utf-8"))
-            known = about["format"] == FORMAT
-            if known and about.pop("crc32") != _crc32(about):
-                raise ValueError("it is not what was written")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return read_about(self.directory / str(step))
+        except UnknownFormat as error:
+            raise CheckpointError(f"step {step} in {self.directory} {error}") from None
+        except ValueError as error:
             raise CheckpointError(
-                f"step {step} in {self.directory} is damaged: its file {_ABOUT} cannot be read "
-                f"({error}){self._others(step)}"
+                f"step {step} in {self.directory} is damaged: {error}{self._others(step)}"
             ) from error
-        if not known:
-            raise CheckpointError(
-                f"step {step} in {self.directory} is of format {about['format']}, this version "
-                f"reads {FORMAT}"
-            )
-        return about
 
     def preflight(
         self, recipe: Recipe, layout: Layout, *, step: int | None = None, allow: Allow | None = None
@@ -275,8 +291,7 @@ class Checkpoints:
             stored = _on_disk(plan.abstract)
             read = read_arrays(self.directory / str(step) / "state", _tree(stored))
             arrays = _from_tree(read)
-            found = digests(named_arrays(arrays))()
-        wrong = [name for name in found if found[name].sum != about["arrays"][name]["digest"]]
+            wrong = _wrong_arrays(arrays, about)
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(
@@ -286,21 +301,43 @@ class Checkpoints:
         with own_mesh(plan.layout.mesh):
             return _in_memory(arrays, plan)
 
+    def _take_lock(self) -> None:
+        """Makes the directory and keeps other writers out of it; all processes call it."""
+        if self._lock.held:
+            return
+        told = ""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.take(on_disk=jax.process_index() == 0)
+        except Taken as taken:
+            told = f"checkpoints cannot be saved to {self.directory}: {taken}"
+        if jax.process_count() > 1:
+            told = _from_first_process(told)
+        if told:
+            self._lock.release()
+            raise CheckpointError(told)
+
     def _open(self) -> Writer:
         if self._writer is None:
             from ._orbax import Writer
 
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                self._sweep()
+            self._sweep()
             self._writer = Writer()
         return self._writer
 
-    def _sweep(self) -> None:
-        """Removes what a process that was killed left half written or half deleted."""
+    def _sweep(self, step: int | None = None) -> None:
+        """Removes what a process that was killed left half written or half deleted.
+
+        Where the file system has no locks, another process may be writing: then only what is left
+        of this step is removed.
+        """
+        if jax.process_index() != 0 or not self._lock.held:
+            return
+        begins = "" if self._lock.real else f"{step}.orbax-checkpoint-tmp"
         for path in self.directory.glob("*"):
             if path.name.startswith(_DELETED) or ".orbax-checkpoint-tmp" in path.name:
-                shutil.rmtree(path, ignore_errors=True)
+                if path.name.startswith(begins):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def _entries(self) -> list[Path]:
         try:
@@ -335,7 +372,7 @@ class Checkpoints:
         if not self.directory.is_dir():
             what = "is a file" if self.directory.exists() else "does not exist"
             raise CheckpointError(f"{self.directory} {what}, so it has no checkpoints")
-        names = sorted(path.name for path in self.directory.iterdir())
+        names = sorted(path.name for path in self.directory.iterdir() if path.name != LOCK)
         holds = f"it holds {', '.join(names[:5])}" if names else "it is empty"
         raise CheckpointError(f"{self.directory} has no checkpoints: {holds}")
 
@@ -346,15 +383,15 @@ class Checkpoints:
         return f"; other steps there: {', '.join(map(str, rest))}; remove it to go on from them"
 
     @contextlib.contextmanager
-    def _explained(self, told: str, others: str = "", sweep: bool = False) -> Iterator[None]:
+    def _explained(self, told: str, others: str = "", sweep: int | None = None) -> Iterator[None]:
         """Turns what Orbax, TensorStore or the file system raise into one sentence."""
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
-            if sweep and jax.process_index() == 0:
-                self._sweep()  # what is half written would keep a full disk full
+            if sweep is not None:
+                self._sweep(sweep)  # what is half written would keep a full disk full
             if isinstance(error, NotFinite):
                 raise
             raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
@@ -369,6 +406,7 @@ def _reason(error: BaseException) -> str:
         "Not a directory": "a part of the path is a file",
         "File exists": "a part of the path is a file",
         "checksum verification failed": "a file of it is damaged",
+        "Error decoding": "a file of it is damaged",
         "DATA_LOSS": "a file of it is damaged",
         "OUT_OF_RANGE": "a file of it was cut short",
         "NOT_FOUND": "a file of it is missing",
@@ -415,8 +453,30 @@ def _from_tree(tree: dict[str, Any]) -> TrainState:
     return TrainState(tree["step"], *parts)
 
 
-def _crc32(about: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
+    """Returns the arrays that are not what was saved."""
+    arrays, rows = named_arrays(state), about["arrays"]
+    if about["format"] == 1:
+        found: dict[str, Any] = dict(_digest_v1.sums(arrays))
+    else:
+        if about["digest"] != ALGORITHM:
+            raise CheckpointError(
+                f"step {about['step']} has digests by {about['digest']}: this version computes "
+                f"{ALGORITHM}"
+            )
+        found = {name: digest.value for name, digest in digests(arrays)().items()}
+    return [name for name in found if found[name] != rows[name]["digest"]]
+
+
+def _from_first_process(text: str) -> str:
+    """Returns the first process's text on every process."""
+    from jax.experimental import multihost_utils
+
+    room = np.zeros(1024, np.uint8)
+    data = np.frombuffer(text.encode()[: room.size], np.uint8)
+    room[: data.size] = data
+    got = np.asarray(multihost_utils.broadcast_one_to_all(room))
+    return got.tobytes().rstrip(b"\0").decode(errors="ignore")
 
 
 def _bytes(x: Any) -> int:

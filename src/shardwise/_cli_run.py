@@ -202,7 +202,7 @@ def _summary(
 
 
 @command(
-    help=f"""List the checkpoints of a run, or say what restoring one would find.
+    help=f"""List the checkpoints of a run, or check what restoring one would find.
 
 {_RECIPES}
 
@@ -236,8 +236,7 @@ def checkpoints(
         typer.Option(
             "--step",
             metavar="N",
-            help="The step; the newest without.",
-            rich_help_panel=_PREFLIGHT,
+            help="Show this step alone; or check it, the newest without.",
         ),
     ] = None,
     mesh: Annotated[
@@ -259,9 +258,19 @@ def checkpoints(
     from ._checkpoints import Checkpoints
     from ._recipe import Recipe
 
+    if step is not None and step < 0:
+        raise ValueError(f"--step must be a non-negative integer, got {step}")
     store = Checkpoints(directory)
     if preflight is None:
-        _list(store, format)
+        here = None if on == "none" else on
+        options = {"--mesh": mesh, "--on": here, "--strategy": strategy, "--rules": rules}
+        for name, value in {**options, "--inputs": inputs}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is for a preflight: give --preflight TARGET too, the Recipe to "
+                    f"restore with"
+                )
+        _list(store, format, step)
         return
     if mesh is None:
         raise ValueError("--preflight needs --mesh, the mesh to restore onto")
@@ -368,13 +377,13 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
     return found if isinstance(found, Data) or not callable(found) else found()
 
 
-def _list(store: Checkpoints, format: Format) -> None:
+def _list(store: Checkpoints, format: Format, step: int | None) -> None:
     from ._table import show_bytes, text_table
     from ._words import count
 
-    steps = store.steps()
+    steps = [each for each in store.steps() if step in (None, each)]
     if not steps:
-        store.about()  # says what is there instead
+        store.about(step)  # says what is there instead
     rows: list[dict[str, Any]] = []
     for step in steps:
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ._model import split_path
+from ._model import show_path, split_path
 from ._rules import pattern_regex, steps_text
 from ._words import count
 
@@ -44,6 +45,11 @@ CODES: dict[str, tuple[str, str]] = {
     "SW502": ("unproven-agreement", WARNING),
     "SW503": ("diverging-collective", ERROR),
 }
+
+
+_BY_SUBTREE = ("SW401", "SW402", "SW403", "SW404")
+# So many findings of one code are told one by one, and so many groups in one sentence.
+_TOLD = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,6 +110,21 @@ class LayoutError(ValueError):
         super().__init__(str(findings))
         self.findings = findings
 
+    def format_message(self) -> str:
+        """Returns the count and the first few findings as one sentence, for the command line.
+
+        The name is Click's, whose errors say by it what is printed of them.
+        """
+        found = [*self.findings.errors, *self.findings.warnings]
+        groups = [group for code in _by_code(found) for group in subtrees(code)]
+        told = [f"{_subtree(g)}: {g[0].code} {g[0].message}" for g in groups[:_TOLD]]
+        if len(groups) > _TOLD:
+            told.append(f"and {len(found) - sum(map(len, groups[:_TOLD]))} more")
+        helps = [f.help for f in found if f.help]
+        help_text = f" (help: {helps[0]})" if helps else ""
+        counted = f"{count(len(found), 'finding')}: " if len(found) > 1 else ""
+        return f"{counted}{'; '.join(told)}{help_text}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Findings(Sequence[Finding]):
@@ -153,13 +174,21 @@ class Findings(Sequence[Finding]):
         )
 
     def __str__(self) -> str:
-        """Returns them all, those alike but for a layer's number as one."""
+        """Returns them all, those alike but for a layer's number as one.
+
+        Of a checkpoint that is another model's every array may be one: these are told by subtree.
+        """
         blocks = []
-        for group in alike(self.items):
-            text = str(group[0])
-            if len(group) > 1:
-                text += f"\n  and {len(group) - 1} more alike, to {group[-1].path}"
-            blocks.append(text)
+        for code in _by_code(self.items):
+            groups = alike(code)
+            if code[0].code in _BY_SUBTREE and len(groups) > _TOLD:
+                blocks += map(_subtree_text, subtrees(code))
+                continue
+            for group in groups:
+                text = str(group[0])
+                if len(group) > 1:
+                    text += f"\n  and {len(group) - 1} more alike, to {group[-1].path}"
+                blocks.append(text)
         return "\n".join([*blocks, self.summary])
 
     __repr__ = __str__
@@ -226,6 +255,63 @@ def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
         key = tuple(_numberless(text) for text in dataclasses.astuple(finding))
         groups.setdefault(key, []).append(finding)
     return list(groups.values())
+
+
+def subtrees(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Returns findings in a few groups, each of one subtree of the arrays' paths."""
+    groups = [list(findings)]
+    while True:
+        # The largest that can be divided without there being too many.
+        for group in sorted(groups, key=len, reverse=True):
+            depth = len(_shared(group))
+            children: dict[Any, list[Finding]] = {}
+            for finding in group:
+                children.setdefault(tuple(split_path(finding.path)[: depth + 1]), []).append(
+                    finding
+                )
+            if 1 < len(children) <= _TOLD + 1 - len(groups):
+                place = groups.index(group)
+                groups[place : place + 1] = children.values()
+                break
+        else:
+            return groups
+
+
+def _shared(group: Sequence[Finding]) -> tuple[Any, ...]:
+    """Returns the beginning that the paths have in common."""
+    paths = [split_path(finding.path) for finding in group]
+    same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
+    return tuple(steps[0] for steps in same)
+
+
+def _prefix(group: Sequence[Finding]) -> str:
+    shared = _shared(group)
+    return f"{show_path(shared)}.**" if shared else "**"
+
+
+def _subtree(group: Sequence[Finding]) -> str:
+    if len(group) == 1:
+        return group[0].path
+    return f"{_prefix(group)} ({len(group)} arrays, first {group[0].path})"
+
+
+def _subtree_text(group: Sequence[Finding]) -> str:
+    first = group[0]
+    if len(group) == 1:
+        return str(first)
+    helps = f"\n  help: {first.help}" if first.help else ""
+    return (
+        f"{first.severity}[{first.code}] {first.name}: {_prefix(group)}\n"
+        f"  {len(group)} arrays, first {first.path}: {first.message}{helps}"
+    )
+
+
+def _by_code(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Returns findings by code and help, in the order in which each comes first."""
+    found: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        found.setdefault((finding.code, finding.help), []).append(finding)
+    return list(found.values())
 
 
 def _numberless(text: str) -> str:

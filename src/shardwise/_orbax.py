@@ -21,6 +21,8 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from ._step_files import write_sizes
+
 # Small enough that a process which needs part of a chunk reads little more than its part.
 _CHUNK_BYTES = 2**22
 _AT_ONCE_BYTES = 2**27
@@ -95,6 +97,11 @@ class StepHandler(ocp.CompositeCheckpointHandler):
     async def async_save(self, directory: Any, args: Any) -> list[ocp.Future]:  # pyright: ignore[reportIncompatibleMethodOverride] - Orbax passes args by name
         """Returns what stands for everything being written."""
         return [AllEnded(await super().async_save(directory, args) or [])]
+
+    def finalize(self, directory: Any) -> None:
+        """Writes the sizes of the files when all of them are there, before the step appears."""
+        super().finalize(directory)
+        write_sizes(Path(directory))
 
 
 @ocp.args.register_with_handler(StepHandler, for_save=True, for_restore=True)

@@ -19,6 +19,11 @@ from ._words import count
 
 _HELP_MODEL = "restore with the recipe that it was saved by, or another step"
 
+_HELP_OPTIMIZER = (
+    "resume with the optimizer that it was trained with; or restore with that one, and start "
+    "another run from its model"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Preflight:
@@ -88,6 +93,13 @@ def _findings(
     saved = about["arrays"]
     moved = about["mesh"] != show_mesh(plan.layout.mesh)
     otherwise: dict[tuple[str, str], list[str]] = {}
+    # What the optimizer holds follows from the model: it is the cause only if the model is the same.
+    models = ({name for name in names if name.startswith("model.")} for names in (wanted, saved))
+    same_model = next(models) == next(models)
+
+    def help_for(name: str) -> str:
+        return _HELP_OPTIMIZER if same_model and name.startswith("optimizer.") else _HELP_MODEL
+
     for name, leaf in wanted.items():
         if name not in saved:
             yield make_finding(
@@ -95,7 +107,7 @@ def _findings(
                 name,
                 f"the recipe has {leaf.dtype}{list(leaf.shape)}, the checkpoint of step "
                 f"{about['step']} has no such array",
-                _HELP_MODEL,
+                help_for(name),
             )
             continue
         shape, dtype = tuple(saved[name]["shape"]), saved[name]["dtype"]
@@ -138,7 +150,7 @@ def _findings(
                 "SW402",
                 name,
                 f"the checkpoint has {row['dtype']}{row['shape']}, the recipe has no such array",
-                _HELP_MODEL,
+                help_for(name),
             )
 
 

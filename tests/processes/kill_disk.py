@@ -106,6 +106,7 @@ if mode == "full":
 if mode == "readonly":
     mount("-t", "tmpfs", "none")
     attempt("first", lambda: save(checkpoints, 1))
+    checkpoints.close()  # a file that is open for writing, the lock, keeps it writable
     mount("-o", "remount,ro")
     attempt("read-only", lambda: save(checkpoints, 2))
     attempt("begun anew", lambda: save(sw.Checkpoints(directory), 3))

@@ -1,0 +1,79 @@
+"""The files of a saved step: which belong to it, how large they are, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+ABOUT, LAYOUT, FILES = "about/about.json", "about/layout.json", "about/files.json"
+FORMAT, FORMATS = 2, (1, 2)
+_PARTS = ("state/_METADATA", "state/manifest.ocdbt", ABOUT)
+
+
+def sealed(body: dict[str, Any]) -> str:
+    """Returns a JSON object as text, with a checksum of it."""
+    return json.dumps({**body, "crc32": _crc32(body)}, indent=1)
+
+
+def write_sizes(directory: Path) -> None:
+    """Writes down the files of a step and their sizes, as the last thing before it appears."""
+    found = {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for item in ("about", "state")
+        for path in sorted((directory / item).rglob("*"))
+        if path.is_file()
+    }
+    (directory / FILES).write_text(sealed({"files": found}))
+
+
+def read_about(directory: Path) -> dict[str, Any]:
+    """Returns what a step says of itself, after a look at the size of each of its files.
+
+    Raises:
+        ValueError: a file is missing or damaged; the message says which.
+        UnknownFormat: a later version wrote it.
+    """
+    for part in _PARTS:
+        if not (directory / part).is_file():
+            raise ValueError(f"its file {part} is missing")
+    about = _unsealed(directory, ABOUT, "format")
+    if about["format"] == 1:  # without a list of its files
+        for path in sorted(directory.rglob("*")):
+            if path.is_file() and not path.stat().st_size:
+                raise ValueError(f"its file {path.relative_to(directory)} is empty")
+        if not any(path.is_file() for path in (directory / "state").glob("**/d/*")):
+            raise ValueError("the files of its arrays, state/d, are missing")
+        return about
+    if not (directory / FILES).is_file():
+        raise ValueError(f"its file {FILES} is missing")
+    for name, size in _unsealed(directory, FILES, "files")["files"].items():
+        try:
+            got = (directory / name).stat().st_size
+        except OSError:
+            raise ValueError(f"its file {name} is missing") from None
+        if got != size:
+            raise ValueError(f"its file {name} has {got} bytes, and was saved with {size}")
+    return about
+
+
+class UnknownFormat(Exception):
+    """A step of a format that this version cannot read."""
+
+
+def _unsealed(directory: Path, name: str, key: str) -> dict[str, Any]:
+    try:
+        body = json.loads((directory / name).read_text(encoding="utf-8"))
+        body[key]
+        if key == "format" and body[key] not in FORMATS:
+            raise UnknownFormat(f"is of format {body[key]}, this version reads {FORMAT} and older")
+        if body.pop("crc32") != _crc32(body):
+            raise ValueError("it is not what was written")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"its file {name} cannot be read ({error})") from error
+    return body
+
+
+def _crc32(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
