@@ -18,6 +18,7 @@ from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, NamedSharding
 
 from ._leaf import Leaf
+from ._tracer import quick_tracing
 
 Keys = tuple[Any, ...]
 Model = Callable[[], nnx.Module] | nnx.Module
@@ -176,7 +177,7 @@ def trace_build(make: Callable[[], Any], trace: Callable[[Callable[[], Any]], An
         return state
 
     # A mesh that the caller has set would type what is built; the layout's own stands in outputs.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), quick_tracing():
         try:
             traced = trace(build)
         except TraceContextError as error:
