@@ -54,8 +54,10 @@ def _write(folder: str, result: dict[str, Any]) -> None:
 
 
 def memory_stats(executable: Any) -> dict[str, int]:
-    """Returns what a compiler says of an executable's memory, in bytes by name."""
+    """Returns what a compiler says of an executable's memory, in bytes by name, if anything."""
     stats = executable.get_compiled_memory_stats()
+    if stats is None:
+        return {}
     return {name: int(getattr(stats, name)) for name in dir(stats) if name.endswith("_bytes")}
 
 
