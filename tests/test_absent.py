@@ -26,6 +26,7 @@ from test_compile import (
 
 import shardwise as sw
 from shardwise import _compilers
+from shardwise._buffers import largest_buffers
 from shardwise._chips import CHIPS, parse_target
 from shardwise._compile_worker import known_fields
 from shardwise._compiler import absent_mesh, compile_absent
@@ -165,6 +166,53 @@ def test_what_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch):
     assert again.to_dict() | {"cached": False} == first.to_dict()
     other = sw.compile(recipe(batch=1024), planned)
     assert not other.cached
+
+
+# --- what is alive at the peak --------------------------------------------------------------------
+
+
+def _chain(x, kernels):
+    for kernel in kernels:
+        x = jnp.tanh(x @ kernel)
+    return jnp.sum(x**2)
+
+
+def _scanned(x, kernels):
+    found, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack(kernels))
+    return jnp.sum(found**2)
+
+
+ROWS, WIDE, LAYERS = 65536, 1024, 6  # far more than fits on a TPU's chip
+
+
+@pytest.mark.parametrize("on", [None, "h100:1x1", "v5e:1x1"])
+@pytest.mark.parametrize("loss", [_chain, _scanned])
+def test_what_is_alive_at_the_peak_is_what_the_compiler_assigned(on, loss):
+    target = parse_target(on) if on else None
+    platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform] if target else "cpu"
+    arrays = [jax.ShapeDtypeStruct((ROWS, WIDE), "float32")]
+    arrays.append([jax.ShapeDtypeStruct((WIDE, WIDE), "float32")] * LAYERS)
+    lowered = jax.jit(jax.grad(loss, argnums=1)).trace(*arrays)
+    lowered = lowered.lower(lowering_platforms=(platform,))
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    program = compile_absent(module, target, {"data": 1}, {}, lowered.as_text(), show=False)
+    stats = program.stats
+    total = stats["temp_size_in_bytes"]
+    if on == "v5e:1x1":
+        total = stats["peak_memory_in_bytes"] - stats["argument_size_in_bytes"]
+        total -= stats["output_size_in_bytes"] - stats["alias_size_in_bytes"]
+    assert program.alive is not None
+    assert 0.7 * total < sum(size for _, _, size in program.alive) <= total
+    parsed = parse_hlo(program.hlo)
+    rows = largest_buffers(parsed, [], program.alive, total)
+    assert sum(row.total_bytes for row in rows) == total
+    # What the backward pass needs of each layer is alive, and named.
+    kept = [row for row in rows if f"{ROWS},{WIDE}]" in row.shape]
+    assert sum(row.total_bytes for row in kept) >= (LAYERS - 2) * ROWS * WIDE * 2
+    assert loss is _scanned or "test_absent.py:" in kept[0].source.place
+    modelled = largest_buffers(parsed, [], None, total)
+    assert {row.label for row in modelled} == {"modelled"}
+    assert sum(row.total_bytes for row in modelled) == total
 
 
 # --- arithmetic -----------------------------------------------------------------------------------

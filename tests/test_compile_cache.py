@@ -48,7 +48,7 @@ def _longer(path):
 def _of_another_version(path):
     header, _, packed = path.read_bytes().partition(b"\n")
     path.write_bytes(
-        header.replace(b'"shardwise_cache": 2', b'"shardwise_cache": 1') + b"\n" + packed
+        header.replace(b'"shardwise_cache": 3', b'"shardwise_cache": 1') + b"\n" + packed
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ._buffers import OTHER
 from ._compiled import Compiled, show_not_counted
 from ._table import show_bytes
 from ._traffic import Collective
@@ -120,7 +121,7 @@ def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> li
     if memory is None:
         return [compiled.verdict]
     wrong = []
-    made = "; ".join(map(str, compiled.buffers[:3]))
+    made = "; ".join(str(row) for row in compiled.buffers[:3] if row.shape != OTHER)
     largest = f"; largest temporaries: {made}" if made else ""
     if peak is not None and memory.peak > peak:
         wrong.append(

@@ -88,7 +88,7 @@ def compile(
         seen = _structure(recipe, layout, inputs, show)
         if seen is not None:
             noise = f"{program.noise}\n{seen.noise}"
-            program = dataclasses.replace(program, hlo=seen.hlo, noise=noise)
+            program = dataclasses.replace(program, hlo=seen.hlo, alive=None, noise=noise)
     return _told(job, program, mesh)
 
 
@@ -185,7 +185,8 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
         memory = _memory_in_words(job, program.refused, capacity)
     module = parse_hlo(program.hlo) if program.hlo else None
     rows = collectives(module, dict(mesh.shape), job.paths) if module else []
-    buffers = largest_buffers(module, job.paths) if module else []
+    total = memory.temporaries if memory else None
+    buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
     work = work_of(module) if module else None
     made = Compiled(
         target=where,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Part of every entry's key and header: a version that keeps something else changes it.
-FORMAT = 2
+FORMAT = 3
 _MOST = 200
 _DAY_SECONDS = 86_400.0
 

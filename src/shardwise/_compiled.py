@@ -91,8 +91,8 @@ class Compiled:
         memory: the bytes of one device; None if the compiler gave up without saying.
         refused: why the compiler will not run it, in its own words, or nothing.
         collectives: each with its axes, bytes, times and cause (compiled; bytes modelled).
-        buffers: the largest temporaries alive at the peak (sizes compiled, which are alive
-            modelled).
+        buffers: the largest temporaries alive at the peak, and last what is in no other row; the
+            label of each says whether it is the compiler's own account, or modelled.
         flops: that one device does in a step (compiled); None where there is no program.
         bytes_accessed: in its main memory in a step (compiled); None where there is no program.
         findings: what only a compilation can show: SW301 to SW304.
@@ -307,7 +307,14 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
             )
             for buffer in buffers
         ]
-        head = ("largest temporaries at the peak", "", "bytes", "line", "module", "op")
+        head = (
+            f"largest temporaries at the peak ({buffers[0].label})",
+            "",
+            "bytes",
+            "line",
+            "module",
+            "op",
+        )
         text += "\n\n" + text_table(head, found, right=(2,))
     return text
 

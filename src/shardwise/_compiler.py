@@ -23,7 +23,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ._chips import Target
 from ._compile_cache import FORMAT, cache_folder, read_entry, write_entry
-from ._compile_worker import arranged, compiled, memory_stats, topology_devices
+from ._compile_worker import (
+    alive_at_peak,
+    arranged,
+    compiled,
+    memory_stats,
+    topology_devices,
+    with_dump,
+)
 from ._compilers import require_compiler
 from ._gpu_target import target_config
 from ._terminal import working
@@ -45,6 +52,8 @@ class Program:
         refused: why it will not run, in the compiler's words, or nothing.
         noise: what the compiler printed.
         seconds: how long it took.
+        alive: the temporaries that are alive together when they take most of the memory, each by
+            its value's name, type and bytes; None where the compiler did not say.
         cached: whether it was compiled before.
     """
 
@@ -53,6 +62,7 @@ class Program:
     refused: str
     noise: str
     seconds: float
+    alive: list[tuple[str, str, int]] | None = None
     cached: bool = False
 
 
@@ -67,18 +77,20 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
     """
     start, refused, done = time.monotonic(), "", None
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    with captured_stderr() as noise:
+    with captured_stderr() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        dump = Path(folder, "dump")
         try:
-            done = compiled(module, list(mesh.devices.flat), dict(options))
+            done = compiled(module, list(mesh.devices.flat), with_dump(dict(options), dump))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise CompileError(f"the compiler refused the step: {_first(error)}") from error
             refused = str(error)
+        alive = alive_at_peak(dump)
     if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
     stats = memory_stats(done)
     (made,) = done.hlo_modules()
-    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start)
+    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start, alive)
 
 
 def compile_absent(
@@ -134,6 +146,7 @@ def compile_absent(
             refused=result.get("error", ""),
             noise=noise,
             seconds=seconds,
+            alive=result.get("alive"),
         )
         if not (program.hlo or program.refused):
             raise CompileError(
