@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax._src.interpreters import mlir
 from test_compile import (
     FSDP,
     HIDDEN,
@@ -25,10 +26,13 @@ from test_compile import (
 
 import shardwise as sw
 from shardwise import _compilers
+from shardwise._buffers import largest_buffers
 from shardwise._chips import CHIPS, parse_target
 from shardwise._compile_worker import known_fields
-from shardwise._compiler import absent_mesh
+from shardwise._compiler import absent_mesh, compile_absent
+from shardwise._flops import work_of
 from shardwise._gpu_target import target_config
+from shardwise._hlo import parse_hlo
 
 # --- collectives by hand, by the real compilers ---------------------------------------------------
 
@@ -119,6 +123,7 @@ import os, sys
 before = dict(os.environ)
 import jax, jax.numpy as jnp, optax, shardwise as sw
 from flax import nnx
+from jax._src.interpreters import mlir
 make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
 recipe = sw.Recipe(model=make, loss=lambda m, x: m(x).mean(), optimizer=optax.sgd(0.1),
                    batch=jax.ShapeDtypeStruct((64, 64), "float32"))
@@ -161,9 +166,123 @@ def test_what_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch):
     assert again.to_dict() | {"cached": False} == first.to_dict()
     other = sw.compile(recipe(batch=1024), planned)
     assert not other.cached
-    for path in tmp_path.rglob("program.json"):
-        path.write_text("{")  # a cache that is damaged is compiled anew
-    assert not sw.compile(recipe(batch=512), planned).cached
+
+
+# --- what is alive at the peak --------------------------------------------------------------------
+
+
+def _chain(x, kernels):
+    for kernel in kernels:
+        x = jnp.tanh(x @ kernel)
+    return jnp.sum(x**2)
+
+
+def _scanned(x, kernels):
+    found, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack(kernels))
+    return jnp.sum(found**2)
+
+
+ROWS, WIDE, LAYERS = 65536, 1024, 6  # far more than fits on a TPU's chip
+
+
+@pytest.mark.parametrize("on", [None, "h100:1x1", "v5e:1x1"])
+@pytest.mark.parametrize("loss", [_chain, _scanned])
+def test_what_is_alive_at_the_peak_is_what_the_compiler_assigned(on, loss):
+    target = parse_target(on) if on else None
+    platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform] if target else "cpu"
+    arrays = [jax.ShapeDtypeStruct((ROWS, WIDE), "float32")]
+    arrays.append([jax.ShapeDtypeStruct((WIDE, WIDE), "float32")] * LAYERS)
+    lowered = jax.jit(jax.grad(loss, argnums=1)).trace(*arrays)
+    lowered = lowered.lower(lowering_platforms=(platform,))
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    program = compile_absent(module, target, {"data": 1}, {}, lowered.as_text(), show=False)
+    stats = program.stats
+    total = stats["temp_size_in_bytes"]
+    if on == "v5e:1x1":
+        total = stats["peak_memory_in_bytes"] - stats["argument_size_in_bytes"]
+        total -= stats["output_size_in_bytes"] - stats["alias_size_in_bytes"]
+    assert program.alive is not None
+    assert 0.7 * total < sum(size for _, _, size in program.alive) <= total
+    parsed = parse_hlo(program.hlo)
+    rows = largest_buffers(parsed, [], program.alive, total)
+    assert sum(row.total_bytes for row in rows) == total
+    # What the backward pass needs of each layer is alive, and named.
+    kept = [row for row in rows if f"{ROWS},{WIDE}]" in row.shape]
+    assert sum(row.total_bytes for row in kept) >= (LAYERS - 2) * ROWS * WIDE * 2
+    assert loss is _scanned or "test_absent.py:" in kept[0].source.place
+    modelled = largest_buffers(parsed, [], None, total)
+    assert {row.label for row in modelled} == {"modelled"}
+    assert sum(row.total_bytes for row in modelled) == total
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def _convolve(x, kernel, strides=1, dilation=1, groups=1):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (strides, strides), "VALID", rhs_dilation=(dilation, dilation),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+    )  # fmt: skip
+
+
+def _zoo(x, kernel, grouped, depthwise, q, kernel3, image3):
+    """Returns one number of all that multiplies: convolutions of every kind, and attention."""
+    made = [
+        _convolve(x, kernel),
+        _convolve(x, kernel, strides=2),
+        _convolve(x, kernel, dilation=2),
+        _convolve(x, kernel[:1, :1]),
+        _convolve(x, grouped, groups=4),
+        # Backward, compilers for CPUs and TPUs make it a dense one, with 64 times the work.
+        jax.lax.stop_gradient(_convolve(x, depthwise, groups=64)),
+        jax.lax.conv_general_dilated(
+            image3, kernel3, (1,), "VALID", dimension_numbers=("NWC", "WIO", "NWC")
+        ),
+        jax.nn.dot_product_attention(q, q, q),
+    ]
+    return sum(jnp.sum(one.astype(jnp.float32) ** 2) for one in made)
+
+
+ZOO = tuple(
+    jax.ShapeDtypeStruct(shape, "float32")
+    for shape in [
+        (8, 18, 18, 64), (3, 3, 64, 64), (3, 3, 16, 64), (3, 3, 1, 64), (2, 64, 4, 32), (3, 32, 64),
+        (8, 34, 32),
+    ]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("on", [None, "h100:1x1", "v5e:1x1"])
+def test_convolutions_are_counted_forward_and_backward(on):
+    """As XLA counts the program before it is compiled, but for its additions and the like."""
+    step = jax.jit(jax.value_and_grad(_zoo, argnums=tuple(range(len(ZOO)))))
+    target = parse_target(on) if on else None
+    platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform] if target else "cpu"
+    lowered = step.trace(*ZOO).lower(lowering_platforms=(platform,))
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    program = compile_absent(module, target, {"data": 1}, {}, lowered.as_text(), show=False)
+    work = work_of(parse_hlo(program.hlo))
+    assert work.not_counted == {}
+    expected = step.lower(*ZOO).cost_analysis()["flops"]
+    assert work.flops == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("on", "name"), [(None, "lapack_spotrf_ffi"), ("h100:1x1", "cusolver_potrf_ffi")]
+)
+def test_kernels_that_cannot_be_counted_are_named(on, name):
+    target = parse_target(on) if on else None
+
+    def solve(a):
+        found = jax.lax.fori_loop(0, 3, lambda _, x: jnp.linalg.cholesky(x), a)
+        chosen, _ = jax.lax.top_k(jnp.sort(found), 2)
+        return chosen, jnp.fft.fft(found)
+
+    shape = jax.ShapeDtypeStruct((64, 64), "float32")
+    lowered = jax.jit(solve).trace(shape).lower(lowering_platforms=("cuda" if on else "cpu",))
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    program = compile_absent(module, target, {"data": 1}, {}, lowered.as_text(), show=False)
+    assert work_of(parse_hlo(program.hlo)).not_counted == {"fft": 1, name: 3}
 
 
 # --- what is refused ------------------------------------------------------------------------------

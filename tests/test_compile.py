@@ -193,8 +193,10 @@ def test_largest_buffers_are_named():
     first = compiled.buffers[0]
     assert first.shape == f"f32[512,{HIDDEN}]" and first.bytes == 512 * HIDDEN * 4
     assert first.source.module == "up" and "test_compile.py:" in first.source.place
-    sizes = [row.total_bytes for row in compiled.buffers]
+    sizes = [row.total_bytes for row in compiled.buffers if row.shape != "other"]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) <= 10
+    assert {row.label for row in compiled.buffers} == {"compiled"}
+    assert sum(row.total_bytes for row in compiled.buffers) == compiled.memory.temporaries
 
 
 def test_a_device_of_unknown_size_gets_no_verdict():
@@ -296,14 +298,106 @@ def test_saved_and_compared(tmp_path):
     assert "+ 1 all-gather over data of " in text and "up.kernel" in text
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[]"])
-def test_a_file_of_something_else(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "it is empty"),
+        ("{", "it is not JSON, or cut short"),
+        ("[]", "it holds a list, and not an object"),
+        ("{}", "it has no 'format'"),
+        ('{"format": 99}', "it is of format 99, this version reads 1"),
+        ('{"format": 1, "target": "cpu"}', "it has no 'memory'"),
+        ('{"format": 1, "mesh": {}, "leaves": []}', "it is a layout, which sw.load_layout reads"),
+    ],
+)
+def test_a_file_of_something_else(tmp_path, text, told):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no saved compilation"):
+    with pytest.raises(ValueError, match=re.escape(f"{path} is not a saved compilation: {told}")):
         sw.load_compiled(path)
-    with pytest.raises(ValueError, match="is no saved compilation"):
+    with pytest.raises(ValueError, match="none.json is not a saved compilation: No such file"):
         sw.load_compiled(tmp_path / "none.json")
+
+
+def _without(name):
+    return lambda saved: saved.pop(name)
+
+
+def _memory_as(value):
+    return lambda saved: saved["memory"].update(peak=value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_without("mesh"), "it has no 'mesh'"),
+        (_memory_as("4"), "'peak' of memory is '4'"),
+        (_memory_as(4), "it is damaged: its numbers do not agree"),
+        (lambda saved: saved.update(memory=[]), "its 'memory' is a list, and not an object"),
+        (lambda saved: saved.update(collectives=[]), "its 'by_axis' does not agree"),
+        (lambda saved: saved.update(collectives=None), "its 'by_axis' does not agree"),
+        (lambda saved: saved.update(flops=None), "its 'by_axis' does not agree"),
+        (lambda saved: saved["collectives"][0].pop("times"), "collectives[0] has no 'times'"),
+        (lambda saved: saved["collectives"][0].update(source=1), "source' is a int"),
+        (lambda saved: saved["buffers"].append(3), "is a int, and not an object"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, change, told):
+    path = tmp_path / "saved.json"
+    sw.compile(recipe(), layout_of("data=8", "dp")).save(path)
+    saved = json.loads(path.read_text())
+    change(saved)
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        sw.load_compiled(path)
+    assert str(error.value).startswith(f"{path} is not a saved compilation: ")
+    path.write_text(path.read_text()[:-40])
+    with pytest.raises(ValueError, match="it is not JSON, or cut short"):
+        sw.load_compiled(path)
+
+
+# --- what is not known ----------------------------------------------------------------------------
+
+
+def test_what_is_not_known_is_not_nothing(tmp_path):
+    """A compilation of which no program was seen: nothing of it is 0, and no budget is kept."""
+    full = sw.compile(recipe(), layout_of("data=8", "dp"))
+    bare = dataclasses.replace(
+        full, memory=None, collectives=(), buffers=(), flops=None, bytes_accessed=None, hlo=""
+    )
+    assert bare.fits is None and not bare.has_program
+    assert bare.verdict.startswith("of unknown size on each of 8 devices of cpu")
+    assert "collectives, flops and memory traffic unknown: there is no program" in str(bare)
+    shown = bare.to_dict()
+    assert [shown[n] for n in ("collectives", "by_axis", "flops", "bytes_accessed")] == [None] * 4
+    bare.save(tmp_path / "bare.json")
+    again = sw.load_compiled(tmp_path / "bare.json")
+    assert not again.has_program and not sw.diff(again, bare)
+    assert "flops unknown -> 4.19e+07 (compiled)" in str(sw.diff(bare, full))
+    for budget in (
+        {"flops": 10**15},
+        {"collectives": {"data": {"all-reduce": 9}}},
+        {"collective_bytes": {"data": 10**15}},
+        {"peak_bytes": 10**15},
+        {"temporaries_bytes": 10**15},
+    ):
+        sw.assert_budget(full, **budget)
+        with pytest.raises(AssertionError, match="unknown"):
+            sw.assert_budget(bare, **budget)
+
+
+def test_flops_that_are_not_counted_are_named():
+    def loss(model, x):
+        return jnp.sum(jnp.linalg.cholesky(jnp.eye(8) + 0 * x.mean())) + model(x).mean()
+
+    compiled = sw.compile(recipe(loss=loss), layout_of("data=8", "dp"))
+    (name,) = compiled.not_counted
+    assert "potrf" in name or name == "cholesky"
+    assert f"flops not counted: {name}" in str(compiled)
+    with pytest.raises(AssertionError, match=f"cannot be confirmed: {re.escape(name)}"):
+        sw.assert_budget(compiled, flops=10**15)
+    with pytest.raises(AssertionError, match="its budget is 1$"):
+        sw.assert_budget(compiled, flops=1)
 
 
 def test_json_has_the_names_that_are_documented(tmp_path):

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._flops import bytes_accessed, flops
+from shardwise._flops import Work, bytes_accessed, work_of
 from shardwise._hlo import Shape, parse_hlo, parse_shapes
 from shardwise._traffic import by_axis, collectives, replica_groups
 
@@ -205,7 +205,54 @@ def test_permutes_go_along_the_axis_whose_places_change():
     ids=["product", "batched", "scan", "nested loops", "convolution", "padded convolution"],
 )  # fmt: skip
 def test_flops(function, shapes, expected):
-    assert flops(hlo_of(function, *arrays(*shapes))) == expected
+    assert work_of(hlo_of(function, *arrays(*shapes))) == Work(expected, {})
+
+
+def test_a_loop_of_unknown_length_is_named():
+    def until(a, b):
+        return jax.lax.while_loop(lambda c: jnp.sum(c) < 1e6, lambda c: c @ b, a)
+
+    work = work_of(hlo_of(until, *arrays((8, 16), (16, 16))))
+    assert work.flops == 2 * 8 * 16 * 16
+    assert work.not_counted == {"all but one run of a loop of unknown length": 1}
+    adding = work_of(hlo_of(lambda a: jax.lax.while_loop(
+        lambda c: jnp.sum(c) < 1e6, lambda c: c + 1, a), *arrays((8, 16))))  # fmt: skip
+    assert adding.not_counted == {}
+
+
+_CUDNN = """HloModule m
+
+ENTRY %main (a: f32[8,33,33,64], b: f32[128,3,3,64], c: f32[8,16,16,128]) -> f32[] {{
+  %a = f32[8,33,33,64]{{3,2,1,0}} parameter(0)
+  %b = f32[128,3,3,64]{{3,2,1,0}} parameter(1)
+  %c = f32[8,16,16,128]{{3,2,1,0}} parameter(2)
+  ROOT %r = ({result}, u8[0]{{0}}) custom-call({operands}), window={{size=3x3 stride=2x2}}, {labels}custom_call_target="{target}", backend_config={{}}
+}}
+"""
+_FORWARD = ("f32[8,16,16,128]{3,2,1,0}", "%a, %b")
+_INPUT = ("f32[8,33,33,64]{3,2,1,0}", "%c, %b")
+_FILTER = ("f32[128,3,3,64]{3,2,1,0}", "%a, %c")
+_LABELS = "dim_labels=b01f_o01i->b01f, "
+
+
+@pytest.mark.parametrize(
+    ("target", "arrays", "labels", "counted"),
+    [
+        ("__cudnn$convForward", _FORWARD, _LABELS, True),
+        ("__cudnn$convBiasActivationForward", _FORWARD, _LABELS, True),
+        ("__cudnn$convForwardGraph", _FORWARD, _LABELS, True),
+        ("__cudnn$convBackwardInput", _INPUT, _LABELS, True),
+        ("__cudnn$convBackwardFilter", _FILTER, _LABELS, True),
+        ("__cudnn$convForward", _FORWARD, "", False),
+        ("__cudnn$convForward", _FORWARD, "dim_labels=b01f?_o01i?->b01f?, ", False),
+        ("their_kernel", _FORWARD, _LABELS, False),
+    ],
+)
+def test_convolutions_of_a_library(target, arrays, labels, counted):
+    text = _CUDNN.format(result=arrays[0], operands=arrays[1], labels=labels, target=target)
+    products = 2 * 8 * 16 * 16 * 128 * 3 * 3 * 64
+    expected = Work(products, {}) if counted else Work(0, {target: 1})
+    assert work_of(parse_hlo(text)) == expected
 
 
 def test_bytes_accessed_are_what_goes_in_and_out():
@@ -217,4 +264,4 @@ def test_a_split_product_does_its_part():
     mesh = sw.mesh("data=8", on="cpu:8")
     split, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
     module = hlo_of(lambda a, b: a @ b, *arrays((64, 32), (32, 16)), in_shardings=(split, whole))
-    assert flops(module) == 2 * 64 * 32 * 16 // 8
+    assert work_of(module).flops == 2 * 64 * 32 * 16 // 8

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from ._compiled import Compiled
+from ._buffers import OTHER
+from ._compiled import Compiled, show_not_counted
 from ._table import show_bytes
 from ._traffic import Collective
 
@@ -35,7 +37,7 @@ def assert_budget(
         flops: the most that a device may do in a step.
 
     Raises:
-        BudgetExceeded: every number that is exceeded is named.
+        BudgetExceeded: every number that is exceeded is named, and so is one that is not known.
         ValueError: the budget names an axis that the mesh does not have.
 
     Example:
@@ -76,12 +78,40 @@ def assert_budget(
                 f"a device sends {show_bytes(sent)} over {axes!r} in a step, its budget is "
                 f"{show_bytes(allowed)}: {_causes(rows)}"
             )
-    if flops is not None and compiled.flops > flops:
-        wrong.append(
-            f"a device does {compiled.flops:.4g} flops in a step (compiled), its budget is {flops:.4g}"
-        )
+    wrong += _unknown(compiled, collectives, collective_bytes)
+    wrong += _flops(compiled, flops)
     if wrong:
         raise BudgetExceeded("\n".join(wrong))
+
+
+def _unknown(compiled: Compiled, *budgets: Mapping[str, Any] | None) -> list[str]:
+    if compiled.has_program or not any(budgets):
+        return []
+    return [
+        "the collectives of the step are unknown, so their budget cannot be confirmed: "
+        + (f"there is no program, and {compiled.verdict}")
+    ]
+
+
+def _flops(compiled: Compiled, most: int | None) -> list[str]:
+    if most is None:
+        return []
+    if compiled.flops is None:
+        return [
+            f"the flops of the step are unknown, so their budget of {most:.4g} cannot be confirmed: "
+            f"there is no program, and {compiled.verdict}"
+        ]
+    if compiled.flops > most:
+        return [
+            f"a device does {compiled.flops:.4g} flops in a step (compiled), its budget is {most:.4g}"
+        ]
+    if compiled.not_counted:
+        return [
+            f"a device does {compiled.flops:.4g} flops in a step (compiled) and more that are not "
+            f"counted, so their budget of {most:.4g} cannot be confirmed: "
+            f"{show_not_counted(compiled.not_counted)}"
+        ]
+    return []
 
 
 def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> list[str]:
@@ -91,7 +121,7 @@ def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> li
     if memory is None:
         return [compiled.verdict]
     wrong = []
-    made = "; ".join(map(str, compiled.buffers[:3]))
+    made = "; ".join(str(row) for row in compiled.buffers[:3] if row.shape != OTHER)
     largest = f"; largest temporaries: {made}" if made else ""
     if peak is not None and memory.peak > peak:
         wrong.append(

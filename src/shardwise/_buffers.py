@@ -1,16 +1,16 @@
 """The large buffers of a compiled program: what is alive when its memory is fullest, and why.
 
-The compiler tells the size of all temporaries together. Which of them are alive at the peak is
-worked out here, from the order in which the program runs: a model of its buffers, labelled so.
+Where the compiler has written down its buffers, they are its own. Elsewhere, which are alive at the
+peak is worked out here, from the order in which the program runs: a model, labelled so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
-from ._hlo import Instruction, Module
+from ._hlo import Instruction, Module, parse_shapes
 from ._source import Source, source_of
 from ._table import show_bytes
 
@@ -24,12 +24,14 @@ class Buffer:
         bytes: of one.
         count: how many alike are alive at the same time.
         source: what made it.
+        label: how it is known that it is alive: `compiled` or `modelled`.
     """
 
     shape: str
     bytes: int
     count: int
     source: Source
+    label: str = "modelled"
 
     @property
     def total_bytes(self) -> int:
@@ -50,25 +52,104 @@ _VIEWS = {
 _Alive = tuple[int, tuple[tuple[str, str], ...]]
 
 
-def largest_buffers(module: Module, paths: Collection[str], most: int = 10) -> list[Buffer]:
-    """Returns the largest temporaries that are alive at the peak, the largest first."""
+OTHER = "other"
+
+
+def largest_buffers(
+    module: Module,
+    paths: Collection[str],
+    alive: Sequence[tuple[str, str, int]] | None,
+    total: int | None,
+    most: int = 10,
+) -> list[Buffer]:
+    """Returns the temporaries that are alive at the peak, the largest first.
+
+    Args:
+        module: the program.
+        paths: the paths of the model's modules.
+        alive: what the compiler says is alive, by name, type and bytes; None for a model of it.
+        total: the bytes of all temporaries: the rows are never more, and the last row is what is
+            in none of the others: small ones, padding, and on a TPU its code and on-chip memory.
+        most: how many rows there are before that one.
+    """
+    counted: Counter[tuple[str, int, Source]] = Counter()
+    label = "compiled" if alive is not None else "modelled"
+    for shape, size, source in (
+        _modelled(module, paths) if alive is None else _compiled(module, paths, alive)
+    ):
+        counted[(shape, size, source)] += 1
+    rows = [Buffer(shape, size, n, source, label) for (shape, size, source), n in counted.items()]
+    rows.sort(key=lambda row: -row.total_bytes)
+    if total is None:
+        return rows[:most]
+    kept: list[Buffer] = []
+    left = total
+    for row in rows[:most]:
+        # A model may hold more than the compiler does, which reuses what it can.
+        count = min(row.count, left // row.bytes) if row.bytes else 0
+        if count:
+            kept.append(dataclasses.replace(row, count=count))
+            left -= row.bytes * count
+    if left and kept:
+        kept.append(Buffer(OTHER, left, 1, Source("", "", "", False), label))
+    return kept
+
+
+def _compiled(
+    module: Module, paths: Collection[str], alive: Sequence[tuple[str, str, int]]
+) -> Iterator[tuple[str, int, Source]]:
+    homes = {i.name: (c, i) for c, found in module.computations.items() for i in found}
+    for value, kind, size in alive:
+        name, _, index = value.removesuffix("}").partition("{")
+        shapes = parse_shapes(kind)
+        # A tuple's own buffer holds where its elements are.
+        shape = "tuple" if kind.startswith("(") else str(shapes[0]) if shapes else kind
+        home = homes.get(name)
+        if home is None:
+            yield shape, size, Source(name, "", "", False)
+            continue
+        writer = _written(module, *home, int(index.split(",")[0] or 0) if index else 0)
+        yield shape, size, _cause(module, writer[0], writer[1], paths)
+
+
+def _written(
+    module: Module, computation: str, instruction: Instruction, index: int
+) -> tuple[str, Instruction]:
+    """Returns what fills a value that a loop carries, or the instruction that makes another."""
+    loop = instruction
+    if instruction.opcode == "parameter":
+        caller = module.callers.get(computation)
+        loop = caller[1] if caller is not None else instruction
+    for body in loop.called if loop.opcode == "while" else ():
+        inside = module.computations.get(body, [])
+        if inside and inside[-1].opcode == "tuple" and index < len(inside[-1].operands):
+            found = module.by_name[body].get(inside[-1].operands[index])
+            if found is not None and found.op_name:
+                return body, found
+    return computation, instruction
+
+
+def _modelled(module: Module, paths: Collection[str]) -> Iterator[tuple[str, int, Source]]:
     _, alive = _peak(module, module.entry, {})
     root = module.computations[module.entry][-1]
     results = set(root.operands) if root.opcode == "tuple" else {root.name}
-    counted: Counter[tuple[str, int, Source]] = Counter()
     for computation, name in alive:
         if computation == module.entry and name in results:
             continue  # it is the result, not a temporary
         instruction = module.by_name[computation][name]
         shape = max(instruction.shapes, key=lambda s: s.nbytes)
-        source = source_of(module, instruction, paths)
-        if not source.place:
-            # What a loop fills was made empty before it: whoever fills it is its cause.
-            writer = _loop_writer(module, computation, name)
-            source = source_of(module, writer, paths) if writer is not None else source
-        counted[(str(shape), shape.nbytes, source)] += 1
-    rows = [Buffer(shape, size, n, source) for (shape, size, source), n in counted.items()]
-    return sorted(rows, key=lambda row: -row.total_bytes)[:most]
+        yield str(shape), shape.nbytes, _cause(module, computation, instruction, paths)
+
+
+def _cause(
+    module: Module, computation: str, instruction: Instruction, paths: Collection[str]
+) -> Source:
+    source = source_of(module, instruction, paths)
+    if not source.place:
+        # What a loop fills was made empty before it: whoever fills it is its cause.
+        writer = _loop_writer(module, computation, instruction.name)
+        source = source_of(module, writer, paths) if writer is not None else source
+    return source
 
 
 def _loop_writer(module: Module, computation: str, name: str) -> Instruction | None:

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ._hidden import compute_hidden, fill_hidden, hidden_tracers
 from ._mesh import AnyMesh, show_mesh
+from ._tracer import quick_tracing
 
 Trace = Callable[[Callable[[], Any]], Any]
 
@@ -106,7 +107,8 @@ def _trace(
 def _on(mesh: AbstractMesh | None) -> Iterator[None]:
     use = jax.sharding.use_abstract_mesh
     # A mesh that the caller has set would type what is built; the layout's own is in outputs.
-    with use(AbstractMesh((), ())), use(mesh) if mesh is not None else contextlib.nullcontext():
+    ours = use(mesh) if mesh is not None else contextlib.nullcontext()
+    with use(AbstractMesh((), ())), ours, quick_tracing():
         yield
 
 

@@ -209,7 +209,7 @@ def _plan(
 
 
 def _saved(path: str) -> Plan:
-    from ._compiled import load_compiled
+    from ._compiled_file import load_compiled
     from ._layout import load_layout
     from ._plan import Plan
 

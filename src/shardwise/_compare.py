@@ -19,18 +19,19 @@ class CompiledDiff:
 
     Attributes:
         targets: both, with their meshes.
-        memory: for each number of `Compiled.memory` that differs, before and after.
+        memory: for each number of `Compiled.memory` that differs, before and after; None where
+            it is not known.
         added: collectives that only the new one has, each with how many more a step runs.
         removed: collectives that only the old one has.
-        flops: before and after.
+        flops: before and after; None where they are not known.
         findings: codes and paths that are new, and that are gone.
     """
 
     targets: tuple[str, str]
-    memory: dict[str, tuple[int, int]]
+    memory: dict[str, tuple[int | None, int | None]]
     added: tuple[tuple[Collective, int], ...]
     removed: tuple[tuple[Collective, int], ...]
-    flops: tuple[int, int]
+    flops: tuple[int | None, int | None]
     findings: tuple[tuple[str, ...], tuple[str, ...]]
 
     def __bool__(self) -> bool:
@@ -44,10 +45,14 @@ class CompiledDiff:
         if self.targets[0] != self.targets[1]:
             lines.append(f"{self.targets[0]} -> {self.targets[1]}")
         for name, (old, new) in self.memory.items():
-            step = f"{'+' if new >= old else '-'}{show_bytes(abs(new - old))}"
-            lines.append(f"{name} {show_bytes(old)} -> {show_bytes(new)} ({step}, compiled)")
+            step = ""
+            if old is not None and new is not None:
+                step = f"{'+' if new >= old else '-'}{show_bytes(abs(new - old))}, "
+            shown = ("unknown" if n is None else show_bytes(n) for n in (old, new))
+            lines.append(f"{name} {' -> '.join(shown)} ({step}compiled)")
         if self.flops[0] != self.flops[1]:
-            lines.append(f"flops {self.flops[0]:.3g} -> {self.flops[1]:.3g} (compiled)")
+            old, new = ("unknown" if n is None else f"{n:.3g}" for n in self.flops)
+            lines.append(f"flops {old} -> {new} (compiled)")
         lines += [f"- {_show(row, count)}" for row, count in self.removed]
         lines += [f"+ {_show(row, count)}" for row, count in self.added]
         lines += [f"+ finding {text}" for text in self.findings[0]]
@@ -93,7 +98,7 @@ def _diff_compiled(old: Compiled, new: Compiled) -> CompiledDiff:
     )
     names = list(dict.fromkeys([*before, *after]))
     memory = {
-        name: (before.get(name) or 0, after.get(name) or 0)
+        name: (before.get(name), after.get(name))
         for name in names
         if before.get(name) != after.get(name)
     }

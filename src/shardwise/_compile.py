@@ -17,7 +17,7 @@ from ._compile_findings import Facts, compile_findings
 from ._compiled import Compiled, Memory
 from ._compiler import Program, absent_mesh, captured_stderr, compile_absent, compile_here
 from ._findings import Findings
-from ._flops import bytes_accessed, flops
+from ._flops import bytes_accessed, work_of
 from ._hlo import parse_hlo
 from ._job import Job, job_of, traced
 from ._layout import Layout, require_layout
@@ -88,7 +88,7 @@ def compile(
         seen = _structure(recipe, layout, inputs, show)
         if seen is not None:
             noise = f"{program.noise}\n{seen.noise}"
-            program = dataclasses.replace(program, hlo=seen.hlo, noise=noise)
+            program = dataclasses.replace(program, hlo=seen.hlo, alive=None, noise=noise)
     return _told(job, program, mesh)
 
 
@@ -185,7 +185,9 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
         memory = _memory_in_words(job, program.refused, capacity)
     module = parse_hlo(program.hlo) if program.hlo else None
     rows = collectives(module, dict(mesh.shape), job.paths) if module else []
-    buffers = largest_buffers(module, job.paths) if module else []
+    total = memory.temporaries if memory else None
+    buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
+    work = work_of(module) if module else None
     made = Compiled(
         target=where,
         platform=platform,
@@ -194,9 +196,10 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
         refused=program.refused,
         collectives=tuple(rows),
         buffers=tuple(buffers),
-        flops=flops(module) if module else 0,
-        bytes_accessed=bytes_accessed(module) if module else 0,
+        flops=work.flops if work else None,
+        bytes_accessed=bytes_accessed(module) if module else None,
         findings=Findings(()),
+        not_counted=work.not_counted if work else {},
         noise=program.noise,
         seconds=program.seconds,
         cached=program.cached,

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ._batch import data_axes
+from ._buffers import OTHER
 from ._compiled import Compiled
 from ._findings import Finding, make_finding
 from ._hlo import Instruction, Module, Shape, parse_shapes
@@ -71,7 +72,7 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
     causes = "; ".join(
         str(row)
         for row in compiled.buffers[:3]
-        if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes
+        if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes and row.shape != OTHER
     )
     return make_finding(
         "SW301",

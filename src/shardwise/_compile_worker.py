@@ -36,14 +36,15 @@ def main(request_path: str, folder: str) -> None:
         _write(folder, result)
         return
     module = Path(request["module"]).read_bytes()
-    options = request["options"]
+    dump = Path(folder, "dump")
     try:
-        done = compiled(module, devices, options)
+        done = compiled(module, devices, with_dump(request["options"], dump))
     except Exception as error:
         result["error"] = str(error)
         done = None
     if done is not None:
         result["memory"] = memory_stats(done)
+        result["alive"] = alive_at_peak(dump)
         (module_after,) = done.hlo_modules()
         Path(folder, "hlo.txt").write_text(module_after.to_string())
     _write(folder, result)
@@ -54,9 +55,93 @@ def _write(folder: str, result: dict[str, Any]) -> None:
 
 
 def memory_stats(executable: Any) -> dict[str, int]:
-    """Returns what a compiler says of an executable's memory, in bytes by name."""
+    """Returns what a compiler says of an executable's memory, in bytes by name, if anything."""
     stats = executable.get_compiled_memory_stats()
+    if stats is None:
+        return {}
     return {name: int(getattr(stats, name)) for name in dir(stats) if name.endswith("_bytes")}
+
+
+def with_dump(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the options, with which the compiler also writes down where its buffers are."""
+    return {"xla_dump_to": str(folder), **options}
+
+
+def alive_at_peak(folder: Path) -> list[tuple[str, str, int]] | None:
+    """Returns the temporaries that share a device's main memory when they take most of it.
+
+    Each is the name of its value, `fusion.3{1}`, with its type and its bytes; no two overlap. None
+    where the compiler did not write down its buffers.
+
+    Args:
+        folder: what the compiler has dumped; it is removed.
+    """
+    try:
+        (assignment,) = folder.glob("*-buffer-assignment.txt")
+        ranges = folder / assignment.name.replace("-buffer-assignment.txt", "-live-range.txt")
+        return _alive_at_peak(assignment.read_text(), ranges.read_text())
+    except (OSError, ValueError):
+        return None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_VALUE = re.compile(r" value: <\d+ (\S+) @0> \(size=(\d+),offset=(\d+)\): (.*)")
+_RANGE = re.compile(r"    (\S+):(\d+)-(\d+)")
+
+
+def _alive_at_peak(assignment: str, ranges: str) -> list[tuple[str, str, int]]:
+    living = {m[1]: (int(m[2]), int(m[3])) for m in map(_RANGE.fullmatch, ranges.split("\n")) if m}
+    if not living:
+        raise ValueError("no live ranges")
+    # By when they are alive: allocation, offset, size, name and type.
+    values: list[tuple[int, int, tuple[int, int, int, str, str]]] = []
+    allocation, temporary = 0, False
+    for line in assignment.split("\n"):
+        if line.startswith("allocation "):
+            allocation += 1
+            # Other colours are other memories, such as the one on a TPU's chip.
+            temporary = "preallocated-temp" in line and ", color" not in line
+        elif temporary and (value := _VALUE.fullmatch(line)):
+            name = value[1] if value[1].endswith("}") else value[1] + "{}"
+            if name not in living:
+                raise ValueError(f"no live range of {name}")
+            held = (allocation, int(value[3]), int(value[2]), name, value[4])
+            values.append((*living[name], held))
+    best: tuple[int, list[Any]] = (0, [])
+    for most, moment in _fullest(values):
+        if most <= best[0]:
+            break  # those that share bytes only make it less
+        apart = _apart([held for start, end, held in values if start <= moment <= end])
+        total = sum(held[2] for held in apart)
+        if total > best[0]:
+            best = (total, apart)
+    return [(name, kind, size) for _, _, size, name, kind in best[1]]
+
+
+def _fullest(values: list[tuple[int, int, Any]]) -> list[tuple[int, int]]:
+    """Returns the bytes of all that is alive at each moment at which something begins, most first."""
+    changes: list[tuple[int, int, int]] = []
+    for start, end, held in values:
+        changes += [(start, 0, held[2]), (end, 1, -held[2])]
+    now, found = 0, {}
+    for moment, _, change in sorted(changes):
+        now += change
+        if change > 0:
+            found[moment] = now
+    return sorted(((now, moment) for moment, now in found.items()), reverse=True)
+
+
+def _apart(alive: list[tuple[int, int, int, str, str]]) -> list[tuple[int, int, int, str, str]]:
+    """Returns those that overlap no other: of values that share their bytes, the largest."""
+    kept: list[tuple[int, int, int, str, str]] = []
+    ends: dict[int, int] = {}
+    for held in sorted(alive, key=lambda held: (held[0], held[1], -held[2])):
+        allocation, offset, size = held[:3]
+        if offset >= ends.get(allocation, 0):
+            kept.append(held)
+            ends[allocation] = offset + size
+    return kept
 
 
 def topology_devices(request: dict[str, Any]) -> list[Any]:

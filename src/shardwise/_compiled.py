@@ -6,14 +6,13 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ._buffers import Buffer
 from ._files import write_whole
-from ._findings import Finding, Findings
+from ._findings import Findings
 from ._layout import Layout
-from ._source import Source
 from ._table import show_bytes, show_devices, text_table
 from ._traffic import Collective, by_axis
 
@@ -92,11 +91,13 @@ class Compiled:
         memory: the bytes of one device; None if the compiler gave up without saying.
         refused: why the compiler will not run it, in its own words, or nothing.
         collectives: each with its axes, bytes, times and cause (compiled; bytes modelled).
-        buffers: the largest temporaries alive at the peak (sizes compiled, which are alive
-            modelled).
-        flops: that one device does in a step (compiled).
-        bytes_accessed: in its main memory in a step (compiled).
+        buffers: the largest temporaries alive at the peak, and last what is in no other row; the
+            label of each says whether it is the compiler's own account, or modelled.
+        flops: that one device does in a step (compiled); None where there is no program.
+        bytes_accessed: in its main memory in a step (compiled); None where there is no program.
         findings: what only a compilation can show: SW301 to SW304.
+        not_counted: the kernels whose flops are not known, hence not in `flops`: their names,
+            and how often a step runs each.
         noise: what the compiler printed.
         seconds: how long it took.
         cached: whether it had been compiled before.
@@ -111,14 +112,20 @@ class Compiled:
     refused: str
     collectives: tuple[Collective, ...]
     buffers: tuple[Buffer, ...]
-    flops: int
-    bytes_accessed: int
+    flops: int | None
+    bytes_accessed: int | None
     findings: Findings
+    not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
     noise: str = dataclasses.field(default="", repr=False)
     seconds: float = 0.0
     cached: bool = False
     hlo: str = dataclasses.field(default="", repr=False)
     layout: Layout | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a program was seen; without one, an empty `collectives` says nothing."""
+        return self.flops is not None
 
     @property
     def fits(self) -> bool | None:
@@ -146,8 +153,10 @@ class Compiled:
     def verdict(self) -> str:
         """Whether it fits, in one sentence."""
         where = f"{show_devices(math.prod(self.mesh.values()))} of {self.target}"
-        if self.memory is None:
+        if self.memory is None and self.refused:
             return f"does not fit on {where}: {_one_line(self.refused)}"
+        if self.memory is None:
+            return f"of unknown size on {where}: the compiler does not say how much memory it needs"
         peak = show_bytes(self.memory.peak)
         if self.memory.capacity is None:
             return f"needs {peak} on {where} (compiled)"
@@ -194,13 +203,18 @@ class Compiled:
             parts.append(_show_memory(self.memory, self.buffers))
         if self.collectives:
             parts.append(_show_collectives(self))
-        elif self.hlo:
+        elif self.has_program:
             parts.append("no collectives")
-        if self.flops:
-            parts.append(
+        else:
+            parts.append("collectives, flops and memory traffic unknown: there is no program")
+        if self.flops is not None and self.bytes_accessed is not None:
+            text = (
                 f"{self.flops:.3g} flops and {show_bytes(self.bytes_accessed)} of memory traffic "
                 f"on each device in a step (compiled)"
             )
+            if self.not_counted:
+                text += f"\nflops not counted: {show_not_counted(self.not_counted)}"
+            parts.append(text)
         parts.append(str(self.findings) if self.findings else self.findings.summary)
         return "\n\n".join(parts)
 
@@ -220,12 +234,17 @@ class Compiled:
             "collectives": [
                 {**dataclasses.asdict(row), "step_bytes": row.step_bytes}
                 for row in self.collectives
-            ],
+            ]
+            if self.has_program
+            else None,
             "by_axis": {
                 axis: {kind: {"count": n, "bytes": b} for kind, (n, b) in kinds.items()}
                 for axis, kinds in self.by_axis.items()
-            },
+            }
+            if self.has_program
+            else None,
             "flops": self.flops,
+            "not_counted": self.not_counted,
             "bytes_accessed": self.bytes_accessed,
             "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,
@@ -256,56 +275,9 @@ class Compiled:
         write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
-def load_compiled(path: str | os.PathLike[str]) -> Compiled:
-    """Returns what `Compiled.save` wrote, without the program itself.
-
-    Raises:
-        ValueError: the file is something else.
-
-    Example:
-        >>> import tempfile, jax, shardwise as sw
-        >>> from flax import nnx
-        >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
-        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
-        >>> compiled = sw.compile(make, layout, inputs=jax.ShapeDtypeStruct((8, 16), "float32"))
-        >>> path = tempfile.mkdtemp() + "/compiled.json"
-        >>> compiled.save(path)
-        >>> bool(sw.diff(sw.load_compiled(path), compiled))
-        False
-    """
-    try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
-        if found["format"] != FORMAT:
-            raise ValueError(f"it is of format {found['format']}, this version reads {FORMAT}")
-        memory = found["memory"]
-        return Compiled(
-            target=found["target"],
-            platform=found["platform"],
-            mesh=found["mesh"],
-            memory=Memory(**memory) if memory else None,
-            refused=found["refused"],
-            collectives=tuple(_collective(row) for row in found["collectives"]),
-            buffers=tuple(
-                Buffer(**{**row, "source": Source(**row["source"])}) for row in found["buffers"]
-            ),
-            flops=found["flops"],
-            bytes_accessed=found["bytes_accessed"],
-            findings=Findings(tuple(_finding(row) for row in found["findings"])),
-            seconds=found["seconds"],
-            cached=found["cached"],
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{os.fspath(path)} is no saved compilation: {error}") from error
-
-
-def _finding(row: dict[str, Any]) -> Finding:
-    return Finding(**{name: value for name, value in row.items() if name != "name"})
-
-
-def _collective(row: dict[str, Any]) -> Collective:
-    row = {name: value for name, value in row.items() if name != "step_bytes"}
-    return Collective(**{**row, "axes": tuple(row["axes"]), "source": Source(**row["source"])})
+def show_not_counted(kernels: Mapping[str, int]) -> str:
+    """Returns the kernels that flops leave out, each with how often it runs."""
+    return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in kernels.items())
 
 
 def _one_line(text: str) -> str:
@@ -335,7 +307,14 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
             )
             for buffer in buffers
         ]
-        head = ("largest temporaries at the peak", "", "bytes", "line", "module", "op")
+        head = (
+            f"largest temporaries at the peak ({buffers[0].label})",
+            "",
+            "bytes",
+            "line",
+            "module",
+            "op",
+        )
         text += "\n\n" + text_table(head, found, right=(2,))
     return text
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
 import hashlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,13 +22,20 @@ from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from ._chips import Target
-from ._compile_worker import arranged, compiled, memory_stats, topology_devices
+from ._compile_cache import FORMAT, cache_folder, read_entry, write_entry
+from ._compile_worker import (
+    alive_at_peak,
+    arranged,
+    compiled,
+    memory_stats,
+    topology_devices,
+    with_dump,
+)
 from ._compilers import require_compiler
 from ._gpu_target import target_config
 from ._terminal import working
 
 _WORKER = Path(__file__).with_name("_compile_worker.py")
-_MOST_CACHED = 200
 
 
 class CompileError(ValueError):
@@ -47,6 +52,8 @@ class Program:
         refused: why it will not run, in the compiler's words, or nothing.
         noise: what the compiler printed.
         seconds: how long it took.
+        alive: the temporaries that are alive together when they take most of the memory, each by
+            its value's name, type and bytes; None where the compiler did not say.
         cached: whether it was compiled before.
     """
 
@@ -55,6 +62,7 @@ class Program:
     refused: str
     noise: str
     seconds: float
+    alive: list[tuple[str, str, int]] | None = None
     cached: bool = False
 
 
@@ -69,18 +77,20 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
     """
     start, refused, done = time.monotonic(), "", None
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    with captured_stderr() as noise:
+    with captured_stderr() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+        dump = Path(folder, "dump")
         try:
-            done = compiled(module, list(mesh.devices.flat), dict(options))
+            done = compiled(module, list(mesh.devices.flat), with_dump(dict(options), dump))
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise CompileError(f"the compiler refused the step: {_first(error)}") from error
             refused = str(error)
+        alive = alive_at_peak(dump)
     if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
     stats = memory_stats(done)
     (made,) = done.hlo_modules()
-    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start)
+    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start, alive)
 
 
 def compile_absent(
@@ -111,11 +121,13 @@ def compile_absent(
     if target is not None:
         versions |= require_compiler(target).versions
     worker = _WORKER.read_text()
-    key = hashlib.sha256(same.encode())
-    key.update(json.dumps([request, versions, worker], sort_keys=True, default=str).encode())
-    place = cache_folder() / key.hexdigest()[:32]
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return _read(place)
+    digest = hashlib.sha256(same.encode())
+    told = [FORMAT, request, versions, worker]
+    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    key = digest.hexdigest()[:32]
+    kept = _kept(key)
+    if kept is not None:
+        return kept
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         (folder / "module").write_bytes(module)
@@ -134,8 +146,14 @@ def compile_absent(
             refused=result.get("error", ""),
             noise=noise,
             seconds=seconds,
+            alive=result.get("alive"),
         )
-    _write(place, program)
+        if not (program.hlo or program.refused):
+            raise CompileError(
+                f"the compiler for {target or 'the CPU'} gave no program, and no reason: see whether "
+                f"{tempfile.gettempdir()} has room"
+            )
+    _keep(key, program, show)
     return program
 
 
@@ -213,7 +231,9 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
 def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[str, Any]:
     """Returns what the worker wrote, or raises what it says in one sentence."""
     path = folder / "result.json"
-    result = json.loads(path.read_text()) if path.exists() else {}
+    result = {}
+    with contextlib.suppress(OSError, ValueError):  # none, or cut short
+        result = json.loads(path.read_text())
     if "topology_error" in result and target is not None:
         raise CompileError(
             f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} knows: "
@@ -234,42 +254,33 @@ def _first(error: Any) -> str:
     return lines[0][:500] if lines else type(error).__name__
 
 
-def cache_folder() -> Path:
-    """Returns where compilations are kept."""
-    given = os.environ.get("SHARDWISE_CACHE")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "shardwise" / "compiled"
+_said: set[str] = set()  # the folders that a note was printed of
 
 
-def _read(place: Path) -> Program:
-    found = json.loads((place / "program.json").read_text())
-    hlo = gzip.decompress((place / "hlo.txt.gz").read_bytes()).decode()
-    os.utime(place)
-    return Program(hlo=hlo, **found, cached=True)
-
-
-def _write(place: Path, program: Program) -> None:
-    """Keeps a program; two processes that keep the same one do not meet."""
+def _kept(key: str) -> Program | None:
+    """Returns the program that was kept under `key`, if it is as a compiler made it."""
+    found = read_entry(cache_folder(), key)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".new-") as name:
-            new = Path(name, "entry")
-            new.mkdir()
-            packed = gzip.compress(program.hlo.encode(), compresslevel=3)
-            (new / "hlo.txt.gz").write_bytes(packed)
-            fields = {
-                name: getattr(program, name) for name in ("stats", "refused", "noise", "seconds")
-            }
-            (new / "program.json").write_text(json.dumps(fields))
-            with contextlib.suppress(OSError):
-                new.rename(place)
-        kept = sorted(place.parent.glob("[0-9a-f]*"), key=lambda p: p.stat().st_mtime)
-        for old in kept[:-_MOST_CACHED]:
-            shutil.rmtree(old, ignore_errors=True)
-    except OSError:
-        pass  # a cache that cannot be written is no reason to fail
+        program = Program(**found, cached=True) if found is not None else None
+    except TypeError:
+        return None
+    # No compiler ends without a program and without a word of why.
+    return program if program and (program.hlo or program.refused) else None
+
+
+def _keep(key: str, program: Program, show: bool) -> None:
+    """Keeps a program for the next time; says once where that is impossible."""
+    fields = dataclasses.asdict(program)
+    del fields["cached"]
+    folder = cache_folder()
+    problem = write_entry(folder, key, fields)
+    if problem and show and str(folder) not in _said:
+        _said.add(str(folder))
+        print(
+            f"note: compilations are not kept, since {folder or 'the cache'} cannot be written: "
+            f"{problem} (SHARDWISE_CACHE names another folder)",
+            file=sys.stderr,
+        )
 
 
 @contextlib.contextmanager

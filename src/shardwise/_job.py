@@ -22,6 +22,7 @@ from ._recipe import Recipe
 from ._scopes import module_paths, scope_modules
 from ._source import is_users
 from ._step import Blueprint, blueprint, gathered, on_mesh
+from ._tracer import quick_tracing
 
 
 def job_of(recipe: Any, layout: Layout, inputs: Any) -> Job:
@@ -150,7 +151,8 @@ def shard_bytes(tree: Any) -> int:
 
 def traced(job: Job) -> Any:
     try:
-        return job.jitted.trace(*job.arguments)
+        with quick_tracing():
+            return job.jitted.trace(*job.arguments)
     except LayoutError:
         raise
     except Exception as error:

@@ -11,7 +11,7 @@ from ._compare import CompiledDiff as CompiledDiff
 from ._compare import diff as diff
 from ._compile import compile as compile
 from ._compiled import Compiled as Compiled
-from ._compiled import load_compiled as load_compiled
+from ._compiled_file import load_compiled as load_compiled
 from ._compiler import CompileError as CompileError
 from ._data import Data as Data
 from ._data import data as data

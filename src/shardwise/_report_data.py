@@ -98,6 +98,7 @@ def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:
     return {
         "flops": compiled.flops,
         "bytes_accessed": compiled.bytes_accessed,
+        "not_counted": compiled.not_counted,
         "note": compiled.note,
         "collectives": [
             [
