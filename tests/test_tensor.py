@@ -197,6 +197,134 @@ CASES = {
 }
 
 
+def conv(hidden, rngs, **options):
+    return nnx.Conv(hidden, hidden, (3, 3), **options, rngs=rngs)
+
+
+def resized(x):
+    return jax.image.resize(x, (x.shape[0], 16, 16, x.shape[3]), "bilinear")
+
+
+# What may stand between two convolutions: whether channels can be split through it.
+BETWEEN = {
+    "depthwise": (lambda h, r: conv(h, r, feature_group_count=h), True),
+    "depthwise-strided": (lambda h, r: conv(h, r, feature_group_count=h, strides=(2, 2)), True),
+    "depthwise-dilated": (
+        lambda h, r: conv(h, r, feature_group_count=h, kernel_dilation=(2, 2)),
+        True,
+    ),
+    "grouped": (lambda h, r: conv(h, r, feature_group_count=8), False),  # XLA would gather it
+    "average-pool": (lambda h, r: lambda x: nnx.avg_pool(x, (2, 2), (2, 2)), True),
+    "resize": (lambda h, r: resized, True),
+    "batch-norm": (lambda h, r: nnx.BatchNorm(h, rngs=r), True),
+    "group-norm": (lambda h, r: nnx.GroupNorm(h, 8, rngs=r), True),
+    "group-norm-of-too-few": (lambda h, r: nnx.GroupNorm(h, 2, rngs=r), False),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_channels_through_what_keeps_them_apart(case):
+    between, splits = BETWEEN[case]
+    make = lambda: models.Separable(rngs(), between)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 8, 8, 8))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=x)
+    assert (layout["up.kernel"].spec == P(None, None, None, "model")) == splits
+    assert (layout["down.kernel"].spec == P(None, None, "model")) == splits
+    if case == "depthwise":
+        assert layout["middle.kernel"].spec == P(None, None, None, "model")
+        assert layout["middle.bias"].spec == ROW
+    model = sw.init(make, layout)
+    output, found = run(model, (jax.device_put(x, NamedSharding(mesh, P())),))
+    if splits:
+        assert found == {"all-reduce": 1}
+    else:
+        assert not set(found) - {"all-reduce"}
+    gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
+    np.testing.assert_allclose(output, run(gathered, (x,))[0], rtol=2e-4, atol=2e-5)
+
+
+def cache(kv_heads=4):
+    keys, values = jax.random.normal(jax.random.key(2), (2, 2, 8, kv_heads, 8))
+    return {"keys": keys, "values": values, "index": jnp.array(2)}
+
+
+@pytest.mark.parametrize("write", ["slice", "at", "vmap"])
+def test_heads_are_split_with_the_cache_that_comes_in(write):
+    make = lambda: models.CachedAttention(16, 8, 4, 8, rngs(), write=write)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs={"x": x, "cache": cache()})
+    wanted = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW}
+    assert {leaf.path: leaf.spec for leaf in layout.leaves} == wanted
+    told = "split the inputs that share it alike: cache['keys'] (dim 2), cache['values'] (dim 2)"
+    assert layout["q"].reason.endswith(told)
+
+    model = sw.init(make, layout)
+    heads = NamedSharding(mesh, P(None, None, "model"))
+    whole = NamedSharding(mesh, P())
+    placed = {"keys": heads, "values": heads, "index": whole}
+    (output, after), found = run(model, (jax.device_put(x, whole), jax.device_put(cache(), placed)))
+    assert found == {"all-reduce": 1}
+    assert after["keys"].sharding.is_equivalent_to(heads, 4)
+    gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
+    (wanted_output, wanted_after), _ = run(gathered, (x, cache()))
+    np.testing.assert_allclose(output, wanted_output, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(after["values"], wanted_after["values"], rtol=2e-4, atol=2e-5)
+
+
+def test_heads_are_split_with_a_cache_that_the_model_keeps():
+    make = lambda: models.CachedAttention(16, 8, 4, 8, rngs(), own=(2, 8))  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=x)
+    assert layout["keys"].spec == layout["values"].spec == P(None, None, "model")
+    assert layout["q"].spec == COLUMN
+    found = collectives(sw.init(make, layout), (jax.device_put(x, NamedSharding(mesh, P())),))
+    assert found == {"all-reduce": 1}
+
+
+def test_a_cache_that_cannot_be_split_keeps_its_heads():
+    # Its queries alone could be split, but then the compiler gathers the cache at each call.
+    make = lambda: models.CachedAttention(16, 8, 2, 8, rngs())  # noqa: E731
+    mesh = sw.mesh("model=4", on="none")
+    inputs = {"x": X, "cache": cache(2)}
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=inputs)
+    assert layout["q"].spec == P()
+    assert "size 2 cannot be split 4 ways, nor can the cache that has it" in layout.explain("q")
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, None, "model")], ids=["replicated", "split"])
+def test_keys_that_come_in_are_no_obstacle(spec):
+    make = lambda: models.CrossAttention(16, 8, 8, rngs())  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    keys, values = jax.random.normal(jax.random.key(2), (2, 2, 5, 8, 8))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=(x, keys, values))
+    assert layout["q.kernel"].spec == COLUMN
+    assert layout["o.kernel"].spec == ROW
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    args = (place(x, P()), place(keys, spec), place(values, spec))
+    assert collectives(sw.init(make, layout), args) == {"all-reduce": 1}
+
+
+def test_the_dims_of_a_batch_stay():
+    # Features that come in, and a sequence that a table of positions is added to.
+    class Positions(nnx.Module):
+        def __init__(self, rngs):
+            self.table = nnx.Param(jnp.zeros((8, 16)))
+            self.scale = nnx.Param(jnp.zeros(16))
+
+        def __call__(self, x):
+            return (x + self.table[...]) * self.scale[...]
+
+    mesh = sw.mesh("model=4", on="none")
+    x = jax.ShapeDtypeStruct((4, 8, 16), "float32")
+    layout = sw.layout(lambda: Positions(rngs()), mesh, sw.tensor("model"), inputs=x)
+    assert all(leaf.spec == P() for leaf in layout.leaves)
+    assert "it is a dim of the inputs" in layout.explain("table")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_pairs_by_dataflow(case):
     make, inputs, wanted, all_reduces = CASES[case]

@@ -16,12 +16,13 @@ from ._activations import named_activations
 from ._batch import data_axes
 from ._check import check
 from ._findings import LayoutError
-from ._layout import Layout, call_arguments
+from ._layout import Layout
 from ._model import abstract_model, keyed_leaves, show_path
 from ._recipe import Recipe
 from ._scopes import module_paths, scope_modules
 from ._source import is_users
 from ._step import Blueprint, blueprint, on_mesh
+from ._tracing import call_arguments
 
 
 def job_of(recipe: Any, layout: Layout, inputs: Any) -> Job:
