@@ -216,3 +216,30 @@ class Separable(nnx.Module):
 
     def __call__(self, x):
         return self.down(self.middle(nnx.relu(self.norm(self.up(x)))))
+
+
+class BodyAndHead(nnx.Module):
+    """A decoder whose call returns what its head is given elsewhere, in the loss."""
+
+    def __init__(self, rngs, *, vocab=64, width=16):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        self.block = Block(width, 32, 4, rngs)
+        self.head = nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.block(self.embed(tokens))
+
+    def logits(self, tokens):
+        return self.head(self(tokens))
+
+
+class Resharded(nnx.Module):
+    """Names the axis `model` itself, which only an axis of type Explicit allows."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.up(x, out_sharding=jax.P(None, None, "model"))
+        return self.down(nnx.gelu(hidden), out_sharding=jax.P())

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -344,3 +345,103 @@ def test_pairs_by_dataflow(case):
     assert found == ({"all-reduce": all_reduces} if all_reduces else {})
     gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
     np.testing.assert_allclose(output, run(gathered, (x,))[0], rtol=2e-4, atol=2e-5)
+
+
+def loss(model, batch):
+    logits = model.logits(batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+BODY = {
+    "embed.embedding": ROW,
+    "block.attention.query.kernel": COLUMN,
+    "block.mlp.down.kernel": ROW,
+}
+
+
+def body_and_head():
+    return models.BodyAndHead(rngs())
+
+
+def test_a_recipe_is_traced_by_its_loss():
+    batch = jax.ShapeDtypeStruct((2, 7), "int32")
+    recipe = sw.Recipe(model=body_and_head, loss=loss, optimizer=optax.sgd(0.1), batch=batch)
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(recipe, mesh, "tensor")
+    wanted = BODY | {"head.kernel": COLUMN}
+    assert {path: layout[path].spec for path in wanted} == wanted
+    assert layout["head.kernel"].reason.endswith(
+        "no all-reduce, but of what the loss reduces along it"
+    )
+
+    graphdef, state = nnx.split(sw.init(body_and_head, layout))
+    tokens = jax.device_put(jnp.ones((2, 7), int), NamedSharding(mesh, P()))
+    step = jax.jit(lambda s, b: loss(nnx.merge(graphdef, s), b)).lower(state, tokens).compile()
+    assert set(count(step)) == {"all-reduce"}  # the loss's are of [2, 6], not of the vocabulary
+    assert not re.search(r"\[2,6,64\]\S* all-reduce", step.as_text())
+
+
+def test_a_method_is_traced_by_its_name_or_as_a_function():
+    mesh = sw.mesh("model=4", on="cpu:4")
+    for method in ("logits", lambda model, tokens: model.logits(tokens)):
+        layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS, method=method)
+        wanted = BODY | {"head.kernel": COLUMN}
+        assert {path: layout[path].spec for path in wanted} == wanted
+        assert "traced as one dim of 64" in layout["head.kernel"].reason
+        compiled = sw.compile(body_and_head, layout, inputs=TOKENS, method=method)
+        assert {row.kind for row in compiled.collectives} == {"all-reduce"}
+
+
+def test_what_the_trace_never_meets_is_guessed():
+    mesh = sw.mesh("model=4", on="none")
+    layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS)
+    wanted = BODY | {"head.kernel": COLUMN}
+    assert {path: layout[path].spec for path in wanted} == wanted
+    assert layout["head.kernel"].reason == (
+        "strategy 'tensor': tensor('model'): dim 1, a head onto a vocabulary of 64; "
+        "guessed from module types and widths, since __call__ never uses it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"inputs": TOKENS, "method": "logit"},
+            "the model, a BodyAndHead, has no method 'logit'; it has logits",
+        ),
+        ({"method": "logits"}, "method='logits' needs inputs=: what it is called with"),
+    ],
+    ids=["unknown", "without inputs"],
+)
+def test_a_method_that_cannot_be_traced(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.layout(body_and_head, sw.mesh("model=4", on="none"), "tensor", **options)
+
+
+def test_a_model_that_names_axes_is_traced_on_explicit_axes():
+    make = lambda: models.Resharded(rngs())  # noqa: E731
+    layout = sw.layout(make, sw.mesh("model=4", on="none", explicit=True), "tensor", inputs=X)
+    assert (layout["up.kernel"].spec, layout["down.kernel"].spec) == (COLUMN, ROW)
+    message = (
+        r"Resharded.__call__ names axes of the mesh itself, with out_sharding= or reshard at "
+        r"models.py:\d+, which needs axes of type Explicit: make the mesh with "
+        r"sw.mesh\(..., explicit=True\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        sw.layout(make, sw.mesh("model=4", on="none"), "tensor", inputs=X)
+
+
+def test_inputs_that_fail_are_shown_by_shape_after_the_cause():
+    def make():
+        return models.CachedAttention(16, 8, 4, 8, rngs())
+
+    inputs = {"x": jnp.ones((2, 3, 15)), "cache": cache()}
+    with pytest.raises(ValueError) as caught:
+        sw.layout(make, sw.mesh("model=4", on="none"), "tensor", inputs=inputs)
+    told = str(caught.value)
+    assert told.startswith("CachedAttention.__call__ cannot be traced: ValueError: Size of label ")
+    assert told.endswith(
+        "it was called with x=float32[2,3,15], cache={'keys': float32[2,8,4,8], "
+        "'values': float32[2,8,4,8], 'index': int32[]}"
+    )

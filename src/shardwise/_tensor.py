@@ -190,12 +190,13 @@ class _Choice:
         if candidate.inner is not None:
             size += f" x {self.flow.groups[candidate.inner].size}"
         sums = len(info.sites)
-        if not sums and info.reduced:
-            effect = "the loss reduces over it; no all-reduce of activations"
-        elif not sums:
-            effect = "its outputs leave the model split; no all-reduce"
-        else:
+        if sums:
             effect = f"{sums} all-reduce{'s' if sums > 1 else ''} in the forward pass"
+        else:
+            effect = "no all-reduce"
+            effect = effect if info.reduced else f"its outputs leave the model split; {effect}"
+        if info.reduced:
+            effect += ", but of what the loss reduces along it"
         effect += self._shared(info, candidate)
         looked = any(site.kind == "lookup" for site in info.sites)
         word = "looked up" if looked else "traced"
