@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 LIMIT = 160
 _ITEMS = 4
@@ -30,7 +32,9 @@ def shorten(text: str, limit: int = LIMIT) -> str:
 def _show(value: Any, depth: int) -> str:
     if isinstance(value, nnx.Variable):
         value = value.get_value()
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
+    if isinstance(value, np.generic | P):
+        return repr(value)
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if depth > 4:
         return "…"
