@@ -145,3 +145,101 @@ class Einsums(nnx.Module):
         x = x + self.out(jax.nn.dot_product_attention(q, k, v))
         gate, up = self.up(x)
         return x + self.down(nnx.silu(gate) * up)
+
+
+class CachedAttention(nnx.Module):
+    """Attention over a KV cache: the caller's, as an input, or its own, as variables."""
+
+    def __init__(self, width, heads, kv_heads, depth, rngs, *, write="slice", own=None):
+        init = nnx.initializers.lecun_normal()
+        self.q = nnx.Param(init(rngs.params(), (width, heads, depth)))
+        self.k = nnx.Param(init(rngs.params(), (width, kv_heads, depth)))
+        self.v = nnx.Param(init(rngs.params(), (width, kv_heads, depth)))
+        self.o = nnx.Param(init(rngs.params(), (heads, depth, width)))
+        self.write = write
+        if own is not None:
+            self.keys = nnx.Cache(jnp.zeros((*own, kv_heads, depth)))
+            self.values = nnx.Cache(jnp.zeros((*own, kv_heads, depth)))
+
+    def __call__(self, x, cache=None):
+        place = 2 if cache is None else cache["index"]
+        keys = self.keys[...] if cache is None else cache["keys"]
+        values = self.values[...] if cache is None else cache["values"]
+        batch, length, _ = x.shape
+        keys = self._written(keys, jnp.einsum("btw,wkd->btkd", x, self.k[...]), place)
+        values = self._written(values, jnp.einsum("btw,wkd->btkd", x, self.v[...]), place)
+        q = jnp.einsum("btw,whd->bthd", x, self.q[...])
+        q = q.reshape(batch, length, keys.shape[2], -1, q.shape[-1])
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, keys)
+        seen = jnp.arange(keys.shape[1]) < place + length
+        weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+        mixed = jnp.einsum("bkgts,bskd->btkgd", weights, values)
+        mixed = mixed.reshape(batch, length, -1, q.shape[-1])
+        out = x + jnp.einsum("bthd,hdw->btw", mixed, self.o[...])
+        if cache is None:
+            self.keys[...], self.values[...] = keys, values
+            return out
+        return out, {"keys": keys, "values": values, "index": place + length}
+
+    def _written(self, cache, new, place):
+        if self.write == "slice":
+            return jax.lax.dynamic_update_slice(cache, new, (0, place, 0, 0))
+        if self.write == "at":
+            return cache.at[:, place + jnp.arange(new.shape[1])].set(new)
+        each = jax.vmap(lambda row, part: jax.lax.dynamic_update_slice(row, part, (place, 0, 0)))
+        return each(cache, new)
+
+
+class CrossAttention(nnx.Module):
+    """Queries attend to keys and values that come in, computed elsewhere."""
+
+    def __init__(self, width, heads, depth, rngs):
+        self.q = nnx.Linear(width, heads * depth, use_bias=False, rngs=rngs)
+        self.o = nnx.Linear(heads * depth, width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, keys, values):
+        q = self.q(x).reshape(*x.shape[:2], *keys.shape[2:])
+        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, keys))
+        mixed = jnp.einsum("bhts,bshd->bthd", weights, values)
+        return x + self.o(mixed.reshape(*x.shape[:2], -1))
+
+
+class Separable(nnx.Module):
+    """An inverted residual: 1x1 up, something that keeps channels or their groups apart, 1x1 down."""
+
+    def __init__(self, rngs, between, *, width=8, hidden=16):
+        norm = nnx.BatchNorm(hidden, use_running_average=True, rngs=rngs)
+        self.up = nnx.Conv(width, hidden, (1, 1), rngs=rngs)
+        self.norm = norm
+        self.middle = between(hidden, rngs)
+        self.down = nnx.Conv(hidden, width, (1, 1), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.middle(nnx.relu(self.norm(self.up(x)))))
+
+
+class BodyAndHead(nnx.Module):
+    """A decoder whose call returns what its head is given elsewhere, in the loss."""
+
+    def __init__(self, rngs, *, vocab=64, width=16):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        self.block = Block(width, 32, 4, rngs)
+        self.head = nnx.Linear(width, vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.block(self.embed(tokens))
+
+    def logits(self, tokens):
+        return self.head(self(tokens))
+
+
+class Resharded(nnx.Module):
+    """Names the axis `model` itself, which only an axis of type Explicit allows."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x):
+        hidden = self.up(x, out_sharding=jax.P(None, None, "model"))
+        return self.down(nnx.gelu(hidden), out_sharding=jax.P())

@@ -257,7 +257,7 @@ ERRORS = {
     "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp and the rules' strategy 'fsdp': give one"),
     "inputs": (("mlp.py:make", *MESH, "--inputs", "int32[8];f32"), f"inputs 'int32[8];f32' have 'f32': {SHAPES}"),
     "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), f"inputs 'int33[8]' have 'int33[8]': {SHAPES}"),
-    "inputs' shape": (("mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,15]"), "the model cannot be called with inputs=('float32[8, 15]',): TypeError: dot_general requires contracting dimensions to have the same shape, got (15,) and (16,)."),
+    "inputs' shape": (("mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,15]"), "Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (15,) and (16,) at …"),
     "explain": (("mlp.py:make", *MESH, "--explain", "up.kernal"), "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"),
 }
 # fmt: on

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -197,6 +198,134 @@ CASES = {
 }
 
 
+def conv(hidden, rngs, **options):
+    return nnx.Conv(hidden, hidden, (3, 3), **options, rngs=rngs)
+
+
+def resized(x):
+    return jax.image.resize(x, (x.shape[0], 16, 16, x.shape[3]), "bilinear")
+
+
+# What may stand between two convolutions: whether channels can be split through it.
+BETWEEN = {
+    "depthwise": (lambda h, r: conv(h, r, feature_group_count=h), True),
+    "depthwise-strided": (lambda h, r: conv(h, r, feature_group_count=h, strides=(2, 2)), True),
+    "depthwise-dilated": (
+        lambda h, r: conv(h, r, feature_group_count=h, kernel_dilation=(2, 2)),
+        True,
+    ),
+    "grouped": (lambda h, r: conv(h, r, feature_group_count=8), False),  # XLA would gather it
+    "average-pool": (lambda h, r: lambda x: nnx.avg_pool(x, (2, 2), (2, 2)), True),
+    "resize": (lambda h, r: resized, True),
+    "batch-norm": (lambda h, r: nnx.BatchNorm(h, rngs=r), True),
+    "group-norm": (lambda h, r: nnx.GroupNorm(h, 8, rngs=r), True),
+    "group-norm-of-too-few": (lambda h, r: nnx.GroupNorm(h, 2, rngs=r), False),
+}
+
+
+@pytest.mark.parametrize("case", BETWEEN)
+def test_channels_through_what_keeps_them_apart(case):
+    between, splits = BETWEEN[case]
+    make = lambda: models.Separable(rngs(), between)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 8, 8, 8))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=x)
+    assert (layout["up.kernel"].spec == P(None, None, None, "model")) == splits
+    assert (layout["down.kernel"].spec == P(None, None, "model")) == splits
+    if case == "depthwise":
+        assert layout["middle.kernel"].spec == P(None, None, None, "model")
+        assert layout["middle.bias"].spec == ROW
+    model = sw.init(make, layout)
+    output, found = run(model, (jax.device_put(x, NamedSharding(mesh, P())),))
+    if splits:
+        assert found == {"all-reduce": 1}
+    else:
+        assert not set(found) - {"all-reduce"}
+    gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
+    np.testing.assert_allclose(output, run(gathered, (x,))[0], rtol=2e-4, atol=2e-5)
+
+
+def cache(kv_heads=4):
+    keys, values = jax.random.normal(jax.random.key(2), (2, 2, 8, kv_heads, 8))
+    return {"keys": keys, "values": values, "index": jnp.array(2)}
+
+
+@pytest.mark.parametrize("write", ["slice", "at", "vmap"])
+def test_heads_are_split_with_the_cache_that_comes_in(write):
+    make = lambda: models.CachedAttention(16, 8, 4, 8, rngs(), write=write)  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs={"x": x, "cache": cache()})
+    wanted = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW}
+    assert {leaf.path: leaf.spec for leaf in layout.leaves} == wanted
+    told = "split the inputs that share it alike: cache['keys'] (dim 2), cache['values'] (dim 2)"
+    assert layout["q"].reason.endswith(told)
+
+    model = sw.init(make, layout)
+    heads = NamedSharding(mesh, P(None, None, "model"))
+    whole = NamedSharding(mesh, P())
+    placed = {"keys": heads, "values": heads, "index": whole}
+    (output, after), found = run(model, (jax.device_put(x, whole), jax.device_put(cache(), placed)))
+    assert found == {"all-reduce": 1}
+    assert after["keys"].sharding.is_equivalent_to(heads, 4)
+    gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
+    (wanted_output, wanted_after), _ = run(gathered, (x, cache()))
+    np.testing.assert_allclose(output, wanted_output, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(after["values"], wanted_after["values"], rtol=2e-4, atol=2e-5)
+
+
+def test_heads_are_split_with_a_cache_that_the_model_keeps():
+    make = lambda: models.CachedAttention(16, 8, 4, 8, rngs(), own=(2, 8))  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=x)
+    assert layout["keys"].spec == layout["values"].spec == P(None, None, "model")
+    assert layout["q"].spec == COLUMN
+    found = collectives(sw.init(make, layout), (jax.device_put(x, NamedSharding(mesh, P())),))
+    assert found == {"all-reduce": 1}
+
+
+def test_a_cache_that_cannot_be_split_keeps_its_heads():
+    # Its queries alone could be split, but then the compiler gathers the cache at each call.
+    make = lambda: models.CachedAttention(16, 8, 2, 8, rngs())  # noqa: E731
+    mesh = sw.mesh("model=4", on="none")
+    inputs = {"x": X, "cache": cache(2)}
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=inputs)
+    assert layout["q"].spec == P()
+    assert "size 2 cannot be split 4 ways, nor can the cache that has it" in layout.explain("q")
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, None, "model")], ids=["replicated", "split"])
+def test_keys_that_come_in_are_no_obstacle(spec):
+    make = lambda: models.CrossAttention(16, 8, 8, rngs())  # noqa: E731
+    x = jax.random.normal(jax.random.key(1), (2, 3, 16))
+    keys, values = jax.random.normal(jax.random.key(2), (2, 2, 5, 8, 8))
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(make, mesh, sw.tensor("model"), inputs=(x, keys, values))
+    assert layout["q.kernel"].spec == COLUMN
+    assert layout["o.kernel"].spec == ROW
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    args = (place(x, P()), place(keys, spec), place(values, spec))
+    assert collectives(sw.init(make, layout), args) == {"all-reduce": 1}
+
+
+def test_the_dims_of_a_batch_stay():
+    # Features that come in, and a sequence that a table of positions is added to.
+    class Positions(nnx.Module):
+        def __init__(self, rngs):
+            self.table = nnx.Param(jnp.zeros((8, 16)))
+            self.scale = nnx.Param(jnp.zeros(16))
+
+        def __call__(self, x):
+            return (x + self.table[...]) * self.scale[...]
+
+    mesh = sw.mesh("model=4", on="none")
+    x = jax.ShapeDtypeStruct((4, 8, 16), "float32")
+    layout = sw.layout(lambda: Positions(rngs()), mesh, sw.tensor("model"), inputs=x)
+    assert all(leaf.spec == P() for leaf in layout.leaves)
+    assert "it is a dim of the inputs" in layout.explain("table")
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_pairs_by_dataflow(case):
     make, inputs, wanted, all_reduces = CASES[case]
@@ -216,3 +345,103 @@ def test_pairs_by_dataflow(case):
     assert found == ({"all-reduce": all_reduces} if all_reduces else {})
     gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
     np.testing.assert_allclose(output, run(gathered, (x,))[0], rtol=2e-4, atol=2e-5)
+
+
+def loss(model, batch):
+    logits = model.logits(batch[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+
+
+BODY = {
+    "embed.embedding": ROW,
+    "block.attention.query.kernel": COLUMN,
+    "block.mlp.down.kernel": ROW,
+}
+
+
+def body_and_head():
+    return models.BodyAndHead(rngs())
+
+
+def test_a_recipe_is_traced_by_its_loss():
+    batch = jax.ShapeDtypeStruct((2, 7), "int32")
+    recipe = sw.Recipe(model=body_and_head, loss=loss, optimizer=optax.sgd(0.1), batch=batch)
+    mesh = sw.mesh("model=4", on="cpu:4")
+    layout = sw.layout(recipe, mesh, "tensor")
+    wanted = BODY | {"head.kernel": COLUMN}
+    assert {path: layout[path].spec for path in wanted} == wanted
+    assert layout["head.kernel"].reason.endswith(
+        "no all-reduce, but of what the loss reduces along it"
+    )
+
+    graphdef, state = nnx.split(sw.init(body_and_head, layout))
+    tokens = jax.device_put(jnp.ones((2, 7), int), NamedSharding(mesh, P()))
+    step = jax.jit(lambda s, b: loss(nnx.merge(graphdef, s), b)).lower(state, tokens).compile()
+    assert set(count(step)) == {"all-reduce"}  # the loss's are of [2, 6], not of the vocabulary
+    assert not re.search(r"\[2,6,64\]\S* all-reduce", step.as_text())
+
+
+def test_a_method_is_traced_by_its_name_or_as_a_function():
+    mesh = sw.mesh("model=4", on="cpu:4")
+    for method in ("logits", lambda model, tokens: model.logits(tokens)):
+        layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS, method=method)
+        wanted = BODY | {"head.kernel": COLUMN}
+        assert {path: layout[path].spec for path in wanted} == wanted
+        assert "traced as one dim of 64" in layout["head.kernel"].reason
+        compiled = sw.compile(body_and_head, layout, inputs=TOKENS, method=method)
+        assert {row.kind for row in compiled.collectives} == {"all-reduce"}
+
+
+def test_what_the_trace_never_meets_is_guessed():
+    mesh = sw.mesh("model=4", on="none")
+    layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS)
+    wanted = BODY | {"head.kernel": COLUMN}
+    assert {path: layout[path].spec for path in wanted} == wanted
+    assert layout["head.kernel"].reason == (
+        "strategy 'tensor': tensor('model'): dim 1, a head onto a vocabulary of 64; "
+        "guessed from module types and widths, since __call__ never uses it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"inputs": TOKENS, "method": "logit"},
+            "the model, a BodyAndHead, has no method 'logit'; it has logits",
+        ),
+        ({"method": "logits"}, "method='logits' needs inputs=: what it is called with"),
+    ],
+    ids=["unknown", "without inputs"],
+)
+def test_a_method_that_cannot_be_traced(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sw.layout(body_and_head, sw.mesh("model=4", on="none"), "tensor", **options)
+
+
+def test_a_model_that_names_axes_is_traced_on_explicit_axes():
+    make = lambda: models.Resharded(rngs())  # noqa: E731
+    layout = sw.layout(make, sw.mesh("model=4", on="none", explicit=True), "tensor", inputs=X)
+    assert (layout["up.kernel"].spec, layout["down.kernel"].spec) == (COLUMN, ROW)
+    message = (
+        r"Resharded.__call__ names axes of the mesh itself, with out_sharding= or reshard at "
+        r"models.py:\d+, which needs axes of type Explicit: make the mesh with "
+        r"sw.mesh\(..., explicit=True\)$"
+    )
+    with pytest.raises(ValueError, match=message):
+        sw.layout(make, sw.mesh("model=4", on="none"), "tensor", inputs=X)
+
+
+def test_inputs_that_fail_are_shown_by_shape_after_the_cause():
+    def make():
+        return models.CachedAttention(16, 8, 4, 8, rngs())
+
+    inputs = {"x": jnp.ones((2, 3, 15)), "cache": cache()}
+    with pytest.raises(ValueError) as caught:
+        sw.layout(make, sw.mesh("model=4", on="none"), "tensor", inputs=inputs)
+    told = str(caught.value)
+    assert told.startswith("CachedAttention.__call__ cannot be traced: ValueError: Size of label ")
+    assert told.endswith(
+        "it was called with x=float32[2,3,15], cache={'keys': float32[2,8,4,8], "
+        "'values': float32[2,8,4,8], 'index': int32[]}"
+    )

@@ -14,6 +14,7 @@ from ._layout import Layout
 from ._mesh import AnyMesh, show_mesh
 from ._recipe import Recipe
 from ._spec import faults, padded, show_spec
+from ._values import shorten, show_value
 
 DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
 
@@ -60,7 +61,7 @@ def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None
     if jax.tree.structure(batch) != jax.tree.structure(planned):
         got, wanted = (_names(tree) for tree in (batch, planned))
         if got == wanted:
-            got, wanted = (str(jax.tree.structure(tree)) for tree in (batch, planned))
+            got, wanted = (shorten(str(jax.tree.structure(tree))) for tree in (batch, planned))
         raise ValueError(
             f"the batch is of another structure than the recipe's: got {got}, wanted {wanted}"
         )
@@ -109,7 +110,7 @@ def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
         assert all(isinstance(spec, P) for spec in found)
     except (ValueError, TypeError, AssertionError):
         raise ValueError(
-            f"batch_spec is {given}: give one PartitionSpec, or a pytree of them like the batch, "
+            f"batch_spec is {show_value(given)}: give one PartitionSpec, or a pytree of them like the batch, "
             f"which has {', '.join(name for name, _ in named_batch(recipe.batch))}"
         ) from None
     return found

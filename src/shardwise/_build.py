@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from ._hidden import compute_hidden, fill_hidden, hidden_tracers
 from ._mesh import AnyMesh, show_mesh
-from ._tracer import quick_tracing
+from ._quick import quick_tracing
 
 Trace = Callable[[Callable[[], Any]], Any]
 

@@ -20,6 +20,7 @@ from ._cli_options import (
     FormatOption,
     InputsOption,
     MeshOption,
+    MethodOption,
     OnOption,
     RematOption,
     RulesOption,
@@ -70,6 +71,7 @@ def compile_command(
     strategy: StrategyOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
+    method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
     save: Annotated[
@@ -86,8 +88,8 @@ def compile_command(
     """Compiles a step and says what it costs."""
     require_devices(on)
     require_writable(save)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
-    compiled = compile_target(target, found, made, inputs)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
+    compiled = compile_target(target, found, made, inputs, method)
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:

@@ -125,6 +125,15 @@ InputsOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="The method of the model that --inputs are given to, if it is not __call__.",
+        rich_help_panel=MODEL,
+    ),
+]
 CompileOption = Annotated[
     bool,
     typer.Option("--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP),
@@ -166,10 +175,13 @@ def lay_out(
     inputs: str | None,
     batch: str | None = None,
     remat: str | None = None,
+    method: str | None = None,
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
+    if method is not None and inputs is None:
+        raise ValueError(f"--method {method} needs --inputs: what it is called with")
     with working(f"laying out {target}"):
-        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
+        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
 
 
 def _lay_out(
@@ -181,6 +193,7 @@ def _lay_out(
     inputs: str | None,
     batch: str | None,
     remat: str | None,
+    method: str | None,
 ) -> tuple[Any, Layout]:
     import dataclasses
 
@@ -225,9 +238,10 @@ def _lay_out(
                 if not isinstance(found, Recipe):
                     raise ValueError(f"--batch is for a recipe: target {target!r} is none")
                 found = with_batch(found, sizes)
-        model = found.model if isinstance(found, Recipe) else found
+        made_of = [*given, *names]
         try:
-            made = layout(model, made_mesh, [*given, *names], logical=logical, inputs=shapes)
+            # A recipe without --inputs is traced by its loss.
+            made = layout(found, made_mesh, made_of, logical=logical, inputs=shapes, method=method)
         except SystemExit as error:
             raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
     return found, made
@@ -270,7 +284,9 @@ def require_devices(on: str) -> None:
         )
 
 
-def compile_target(target: str, found: Any, made: Layout, inputs: str | None) -> Compiled:
+def compile_target(
+    target: str, found: Any, made: Layout, inputs: str | None, method: str | None = None
+) -> Compiled:
     """Returns what the compiler makes of what `lay_out` returned.
 
     Raises:
@@ -295,7 +311,9 @@ def compile_target(target: str, found: Any, made: Layout, inputs: str | None) ->
     try:
         # What the user's own code prints must not stand in our output.
         with ending, contextlib.redirect_stdout(sys.stderr), working(f"compiling {target}{where}"):
-            return compile_step(found, made, inputs=shapes, show=False)
+            return compile_step(
+                found, made, inputs=shapes, method=method if shapes else None, show=False
+            )
     except LayoutError as error:
         more = len(error.findings) - 1
         rest = f"; and {more} more, which shardwise check shows" if more else ""
@@ -305,7 +323,13 @@ def compile_target(target: str, found: Any, made: Layout, inputs: str | None) ->
 
 
 def plan_target(
-    target: str, found: Any, made: Layout, inputs: str | None, *, compile: bool
+    target: str,
+    found: Any,
+    made: Layout,
+    inputs: str | None,
+    method: str | None = None,
+    *,
+    compile: bool,
 ) -> Plan:
     """Returns what is known of what `lay_out` returned, compiled too unless it has errors."""
     import dataclasses
@@ -315,7 +339,7 @@ def plan_target(
     known = plan_of(found, made)
     if not compile or known.findings.errors:
         return known
-    return dataclasses.replace(known, compiled=compile_target(target, found, made, inputs))
+    return dataclasses.replace(known, compiled=compile_target(target, found, made, inputs, method))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from ._cli_options import (
     FormatOption,
     InputsOption,
     MeshOption,
+    MethodOption,
     OnOption,
     RematOption,
     RulesOption,
@@ -77,6 +78,7 @@ def plan(
     strategy: StrategyOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
+    method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
     compile: CompileOption = False,
@@ -112,8 +114,8 @@ def plan(
     if compile:
         require_devices(on)
         require_writable(save)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
-    known = plan_target(target, found, made, inputs, compile=compile)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
+    known = plan_target(target, found, made, inputs, method, compile=compile)
     if explain is not None:
         _explain(made, explain, format)
     elif format is Format.json:
@@ -153,6 +155,7 @@ def check(
     strategy: StrategyOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
+    method: MethodOption = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
@@ -176,7 +179,7 @@ def check(
     from ._check import check as check_layout
 
     allowed = _parse_allow(allow or [])
-    _, made = lay_out(target, mesh, on, strategy, rules, inputs)
+    _, made = lay_out(target, mesh, on, strategy, rules, inputs, method=method)
     findings = check_layout(made, allow=allowed)
     match format:
         case CheckFormat.json:

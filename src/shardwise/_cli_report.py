@@ -15,6 +15,7 @@ from ._cli_options import (
     BatchOption,
     CompileOption,
     InputsOption,
+    MethodOption,
     OnOption,
     RematOption,
     RulesOption,
@@ -85,6 +86,7 @@ def report(
     strategy: StrategyOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
+    method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
     compile: CompileOption = False,
@@ -139,6 +141,7 @@ def report(
             "--strategy": strategy,
             "--rules": rules,
             "--inputs": inputs,
+            "--method": method,
             "--batch": batch,
             "--remat": remat,
             "--compile": "yes" if compile else None,
@@ -153,7 +156,7 @@ def report(
             "--against-rules": against_rules,
         },
     )
-    step = {"inputs": inputs, "batch": batch, "remat": remat, "compile": compile}
+    step = {"inputs": inputs, "method": method, "batch": batch, "remat": remat, "compile": compile}
     how = {"mesh": mesh, "on": on, "strategy": strategy, "rules": rules}
     other = {
         "mesh": against_mesh, "on": against_on, "strategy": against_strategy, "rules": against_rules,
@@ -193,6 +196,7 @@ def _plan(
     strategy: str | None,
     rules: str | None,
     inputs: str | None,
+    method: str | None,
     batch: str | None,
     remat: str | None,
     compile: bool,
@@ -203,9 +207,9 @@ def _plan(
         raise ValueError("--mesh is missing: give axes and sizes, such as --mesh data=2,model=4")
     if compile:
         require_devices(on)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
+    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
     name = " ".join(x for x in (target, mesh, strategy, rules, on if on != "none" else None) if x)
-    return name, plan_target(target, found, made, inputs, compile=compile)
+    return name, plan_target(target, found, made, inputs, method, compile=compile)
 
 
 def _saved(path: str) -> Plan:

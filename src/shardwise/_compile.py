@@ -25,6 +25,7 @@ from ._mesh import AnyMesh, show_mesh, target_of
 from ._recipe import Recipe
 from ._reshards import Reshard, reshards
 from ._source import EDGES
+from ._tracing import Method
 from ._traffic import collectives
 
 
@@ -33,6 +34,7 @@ def compile(
     layout: Layout,
     *,
     inputs: Any = None,
+    method: Method = None,
     show: bool = True,
 ) -> Compiled:
     """Returns what the real compiler of the layout's devices makes of a training step.
@@ -47,6 +49,7 @@ def compile(
         layout: its layout.
         inputs: for a model: what it is called with, as `sw.layout` takes it; dim 0 of each array
             is split over the data axes.
+        method: for a model: what is called with `inputs`, as `sw.layout` takes it.
         show: whether to say on the terminal that a compiler is at work.
 
     Raises:
@@ -75,17 +78,19 @@ def compile(
         )
     if isinstance(recipe, Recipe) and inputs is not None:
         raise ValueError("inputs are for a model alone: a recipe has its batch")
-    job = job_of(recipe, layout, inputs)
+    if isinstance(recipe, Recipe) and method is not None:
+        raise ValueError("method is for a model alone: a recipe has its loss")
+    job = job_of(recipe, layout, inputs, method)
     try:
         program = _compiled(job, mesh, show)
     except _NeedsDevices:
         target = target_of(mesh)
         assert target is not None and isinstance(mesh, AbstractMesh)
         there = absent_mesh(target, mesh)
-        there_job = job_of(recipe, layout.on(there), inputs)
+        there_job = job_of(recipe, layout.on(there), inputs, method)
         program = compile_here(traced(there_job).lower(), there, there_job.options)
     if program.refused and not program.hlo:
-        seen = _structure(recipe, layout, inputs, show)
+        seen = _structure(recipe, layout, inputs, method, show)
         if seen is not None:
             noise = f"{program.noise}\n{seen.noise}"
             program = dataclasses.replace(program, hlo=seen.hlo, alive=None, noise=noise)
@@ -134,7 +139,9 @@ def _reshards(job: Job, target: Target | None) -> list[Reshard]:
         return []
 
 
-def _structure(recipe: Any, layout: Layout, inputs: Any, show: bool) -> Program | None:
+def _structure(
+    recipe: Any, layout: Layout, inputs: Any, method: Method, show: bool
+) -> Program | None:
     """Returns the step as it is compiled for CPU devices, which have no limit.
 
     Where the compiler of the chips only says that the step does not fit, this says why: it is
@@ -143,7 +150,7 @@ def _structure(recipe: Any, layout: Layout, inputs: Any, show: bool) -> Program 
     mesh = layout.mesh
     bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
     try:
-        return _handed_over(job_of(recipe, layout.on(bare), inputs), None, bare, show)
+        return _handed_over(job_of(recipe, layout.on(bare), inputs, method), None, bare, show)
     except (ValueError, _NeedsDevices):
         return None
 

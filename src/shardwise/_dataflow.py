@@ -58,8 +58,10 @@ class Group:
         size: its size.
         sites: where it is summed over.
         broken: why it cannot be split without more communication.
+        reduced: why a whole row along it is needed, where the result no longer has it.
         made: a leaf brings it to an activation, as the columns of a kernel do.
-        is_input: it is a dim of the model's inputs.
+        inputs: where it is a dim of the model's inputs: the input's index, and the dim.
+        written: it is a dim of something that is updated in place, as a KV cache is.
         is_output: it is a dim of the model's outputs.
         recurs: it is produced from a sum over itself: the residual stream.
         scanned: a loop steps along it.
@@ -68,8 +70,10 @@ class Group:
     size: int
     sites: list[Site] = dataclasses.field(default_factory=list)
     broken: list[str] = dataclasses.field(default_factory=list)
+    reduced: list[str] = dataclasses.field(default_factory=list)
     made: bool = False
-    is_input: bool = False
+    inputs: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    written: bool = False
     is_output: bool = False
     recurs: bool = False
     scanned: bool = False
@@ -77,10 +81,23 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
-    """The finished account: for each leaf, for each dim, its factors' groups, major first."""
+    """The finished account of one traced function.
+
+    Attributes:
+        leaf_groups: for each leaf, for each dim, its factors' groups, major first.
+        groups: what happens to each group.
+        met: the leaves that the function uses.
+        input_names: what the function's inputs are called.
+        what: what was traced, such as `__call__`.
+        is_loss: it was a loss, so that all that leaves the model is seen.
+    """
 
     leaf_groups: list[list[list[int]]]
     groups: list[Group]
+    met: frozenset[int]
+    input_names: Sequence[str] = ()
+    what: str = "__call__"
+    is_loss: bool = False
 
 
 class Tracer:
@@ -90,6 +107,9 @@ class Tracer:
         """Starts an empty account."""
         self.sites: list[Site] = []
         self.broken: list[tuple[Dim, str]] = []
+        self.reduced: list[tuple[Dim, str]] = []
+        self.written: list[Dim] = []
+        self.used: set[int] = set()
         self.scanned: list[Dim] = []
 
     def unknown(self, shape: Sequence[int], live: bool = False, past: int = 0) -> Val:
@@ -99,6 +119,10 @@ class Tracer:
     def breaks(self, dim: Dim, why: str) -> None:
         """Records that `dim` cannot be split for free."""
         self.broken.append((dim, why))
+
+    def reduces(self, dim: Dim, why: str) -> None:
+        """Records that `dim` is needed in full for a result that no longer has it."""
+        self.reduced.append((dim, why))
 
     def same(self, a: Dim, b: Dim, why: str) -> None:
         """Makes two dims one, or records that they do not line up."""
@@ -127,12 +151,12 @@ class Tracer:
         for eqn in jaxpr.eqns:
             values = [read(atom) for atom in eqn.invars]
             rule = RULES.get(eqn.primitive.name)
-            if rule is None:
-                inner = call_jaxpr(eqn)
-                rule = unknown_primitive if inner is None else None
-                outputs = self.call(inner, values) if rule is None else rule(self, eqn, values)
+            inner = call_jaxpr(eqn) if rule is None else None
+            if inner is not None:
+                outputs = self.call(inner, values)
             else:
-                outputs = rule(self, eqn, values)
+                self.used.update(map(id, values))  # what is only handed on is not used yet
+                outputs = (rule or unknown_primitive)(self, eqn, values)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -170,18 +194,30 @@ class Tracer:
         for dim, why in self.broken:
             for i in group_ids(dim):
                 groups[i].broken.append(why)
-        for values, mark in ((inputs, "is_input"), (outputs, "is_output")):
-            for value in values:
-                for i in {i for dim in value.dims for i in group_ids(dim)}:
-                    setattr(groups[i], mark, True)
+        for dim, why in self.reduced:
+            for i in group_ids(dim):
+                groups[i].reduced.append(why)
+        for index, value in enumerate(inputs):
+            for place, dim in enumerate(value.dims):
+                for i in group_ids(dim):
+                    groups[i].inputs.append((index, place))
+        for value in outputs:
+            for i in {i for dim in value.dims for i in group_ids(dim)}:
+                groups[i].is_output = True
+        for dim in self.written:
+            for i in group_ids(dim):
+                groups[i].written = True
         for dim in self.scanned:
             for i in group_ids(dim):
                 groups[i].scanned = True
-        return Flow(leaf_groups, groups)
+        met = frozenset(i for i, leaf in enumerate(leaves) if id(leaf) in self.used)
+        return Flow(leaf_groups, groups, met)
 
 
 def follow(closed: Any, count: int) -> Flow:
     """Returns how the dims of the first `count` inputs flow through a closed jaxpr.
+
+    An output that is one of the inputs, such as a variable that is not changed, is none.
 
     Args:
         closed: the traced function, from `jax.make_jaxpr`.
@@ -193,5 +229,11 @@ def follow(closed: Any, count: int) -> Flow:
         for i, var in enumerate(closed.jaxpr.invars)
     ]
     consts = [tracer.unknown(getattr(c, "shape", ())) for c in closed.consts]
-    outputs = tracer.run(closed.jaxpr, consts, values)
+    results = tracer.run(closed.jaxpr, consts, values)
+    given = set(closed.jaxpr.invars)
+    outputs = [
+        value
+        for var, value in zip(closed.jaxpr.outvars, results, strict=True)
+        if is_literal(var) or var not in given
+    ]
     return tracer.finish(values[:count], values[count:], outputs)

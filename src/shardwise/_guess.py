@@ -33,7 +33,12 @@ class _Guess:
 
 
 def guess_pairs(
-    leaves: Sequence[Leaf], model: AbstractModel, axis: str, ways: int
+    leaves: Sequence[Leaf],
+    model: AbstractModel,
+    axis: str,
+    ways: int,
+    unmet: frozenset[int] | None = None,
+    traced: str = "",
 ) -> Mapping[int, Split]:
     """Returns a split, or the reason for none, for each leaf by its index.
 
@@ -42,22 +47,30 @@ def guess_pairs(
         model: the abstract model.
         axis: the axis to split over.
         ways: its size.
+        unmet: the leaves that a trace did not meet, to guess those alone; None to guess all.
+        traced: what was traced.
     """
+    because = _GUESS
+    if unmet is not None:
+        because = f"guessed from module types and widths, since {traced} never uses it"
+    asked = frozenset(range(len(leaves))) if unmet is None else unmet
     index_of = {leaf.keys: i for i, leaf in enumerate(leaves)}
     found: dict[int, Split] = {}
     for guess in _guesses(model):
         members = [(index_of[keys], dim) for keys, dim in guess.dims if keys in index_of]
+        if not all(i in asked for i, _ in members):
+            continue  # half of it was traced, and decided
         if any(found[i].dim is not None for i, _ in members if i in found):
             continue
         placed = {i: _with_stacks(leaves[i], dim) for i, dim in members}
         why = _refuse(guess, leaves, placed, axis, ways)
         for index, dim in placed.items():
             if why is None:
-                found[index] = Split(dim, f"dim {dim}, {guess.what}; {_GUESS}")
+                found[index] = Split(dim, f"dim {dim}, {guess.what}; {because}")
             elif index not in found:
-                found[index] = Split(None, f"left alone: {why}; {_GUESS}")
-    undecided = f"left alone: its module's type and widths do not tell its part; {_GUESS}"
-    return {i: found.get(i, Split(None, undecided)) for i in range(len(leaves))}
+                found[index] = Split(None, f"left alone: {why}; {because}")
+    undecided = f"left alone: its module's type and widths do not tell its part; {because}"
+    return {i: found.get(i, Split(None, undecided)) for i in sorted(asked)}
 
 
 def _refuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,19 +17,20 @@ from ._activations import named_activations
 from ._batch import data_axes
 from ._check import check
 from ._findings import LayoutError
-from ._layout import Layout, call_arguments
+from ._layout import Layout
 from ._model import abstract_model, keyed_leaves, show_path
+from ._quick import quick_tracing
 from ._recipe import Recipe
 from ._scopes import module_paths, scope_modules
 from ._source import is_users
 from ._step import Blueprint, blueprint, gathered, on_mesh
-from ._tracer import quick_tracing
+from ._tracing import Method, call_arguments, method_of
 
 
-def job_of(recipe: Any, layout: Layout, inputs: Any) -> Job:
+def job_of(recipe: Any, layout: Layout, inputs: Any, method: Method = None) -> Job:
     if isinstance(recipe, Recipe):
         return _training_job(recipe, layout)
-    return _forward_job(recipe, layout, inputs)
+    return _forward_job(recipe, layout, inputs, method)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +69,17 @@ def _training_job(recipe: Recipe, layout: Layout) -> Job:
 class Forward:
     """A model's forward pass as a pure function of its arrays and its inputs."""
 
-    def __init__(self, layout: Layout, graphdef: Any, args: Any, given: list[Any], placed: Any):
+    def __init__(
+        self,
+        layout: Layout,
+        graphdef: Any,
+        args: Any,
+        given: list[Any],
+        placed: Any,
+        function: Callable[..., Any],
+    ):
         """Keeps what the call needs; makes nothing."""
+        self.function = function
         self.layout, self.graphdef, self.args = layout, graphdef, args
         self.given, self.placed = given, placed
 
@@ -83,10 +94,10 @@ class Forward:
             rest = iter(inputs)
             flat = [next(rest) if x is None else x for x in self.given]
             positional, named = jax.tree.unflatten(self.args, flat)
-            return model(*positional, **named)
+            return self.function(model, *positional, **named)
 
 
-def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
+def _forward_job(model: Any, layout: Layout, inputs: Any, method: Method) -> Job:
     if inputs is None:
         raise ValueError(
             "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
@@ -115,7 +126,8 @@ def _forward_job(model: Any, layout: Layout, inputs: Any) -> Job:
         for leaf in own.leaves
     }
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
-    forward = Forward(own, abstract.graphdef, treedef, given, placed)
+    function = method_of(abstract.modules[()], method)
+    forward = Forward(own, abstract.graphdef, treedef, given, placed, function)
     return Job(
         jitted=jax.jit(forward.__call__, in_shardings=shardings),
         arguments=(arrays, placed),

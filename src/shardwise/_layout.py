@@ -6,24 +6,26 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _lockfile
-from ._dataflow import Flow, follow
 from ._leaf import Leaf, Opinion
 from ._mesh import AnyMesh, show_mesh
-from ._model import AbstractModel, Model, abstract_model, leaves_of, shape_of
+from ._model import Model, abstract_model, leaves_of
 from ._optimizer import optimizer_leaves
+from ._recipe import Recipe
 from ._rules import Logical, Patterns, Rules, Scene, from_annotations
 from ._spec import require_spec, show_spec
 from ._strategies import flatten_rules
 from ._table import HEADER, leaf_rows, show_bytes, show_devices, show_shape, text_table
+from ._tracing import Method, method_of, trace_flow
+from ._values import show_value
 from ._words import count
 
 if TYPE_CHECKING:
@@ -142,7 +144,7 @@ class Layout:
             P(None, 'data')
         """
         if not hasattr(tx, "init"):
-            raise ValueError(f"{tx!r} is not an optax transformation: it has no init")
+            raise ValueError(f"{show_value(tx)} is not an optax transformation: it has no init")
         leaves, treedef = optimizer_leaves(self.leaves, self.treedef, tx, wrt)
         return Layout(self.mesh, tuple(leaves), treedef)
 
@@ -209,18 +211,19 @@ class Layout:
 
 
 def layout(
-    model: Model,
+    model: Model | Recipe,
     mesh: AnyMesh,
     rules: Rules = None,
     *,
     logical: Logical | None = None,
     inputs: Any = None,
+    method: Method = None,
 ) -> Layout:
     """Returns the layout of a model on a mesh; no array is made.
 
     Args:
         model: a function of no arguments that returns an `nnx.Module`, such a module, or an
-            abstract one.
+            abstract one; or a `Recipe`, for its model: strategies then trace its loss.
         mesh: from `sw.mesh`, or any mesh of JAX.
         rules: applied in order after the model's own annotations: a dict of path patterns, a
             function of a leaf, a strategy or its name, or a list of these.
@@ -228,6 +231,8 @@ def layout(
         inputs: what the model is called with, for strategies that trace the forward pass: a
             tuple of positional arguments, a dict of keyword arguments, or one argument;
             arrays or `jax.ShapeDtypeStruct`s.
+        method: what is called with `inputs` instead of the model's `__call__`: the name of a
+            method, or a function `method(model, *inputs)`.
 
     Raises:
         ValueError: the model, the mesh or a rule is not one. What is wrong with single
@@ -247,9 +252,15 @@ def layout(
         2 leaves on data=2,model=4: 144 B of 576 B on each of 8 devices (exact)
     """
     sizes = _sizes(mesh)
-    abstract = abstract_model(model, mesh)
+    recipe = model if isinstance(model, Recipe) else None
+    abstract = abstract_model(model.model if isinstance(model, Recipe) else model, mesh)
     leaves = leaves_of(abstract, sizes)
-    scene = Scene(abstract, sizes, functools.cache(lambda: _flow(abstract, mesh, inputs)))
+    if method is not None:
+        method_of(abstract.modules[()], method)
+        if inputs is None:
+            raise ValueError(f"method={show_value(method)} needs inputs=: what it is called with")
+    flow = functools.cache(lambda: trace_flow(abstract, mesh, inputs, method, recipe))
+    scene = Scene(abstract, sizes, flow)
     named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
     for source, rule in named:
         pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
@@ -301,7 +312,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
 def _sizes(mesh: AnyMesh) -> dict[str, int]:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
-            f"the mesh is {mesh!r}, a {type(mesh).__name__}: give sw.mesh('data=2,model=4') "
+            f"the mesh is {show_value(mesh)}, a {type(mesh).__name__}: give sw.mesh('data=2,model=4') "
             f"or a jax.sharding.Mesh"
         )
     return dict(mesh.shape)
@@ -357,44 +368,3 @@ def _dead(rule: Patterns, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
             near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.3)
             found.append((pattern, near[0] if near else ""))
     return found
-
-
-def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
-    """Returns the dataflow of the forward pass, or None without inputs."""
-    if inputs is None:
-        return None
-    flat, treedef = jax.tree.flatten(inputs)
-    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in flat]
-    arrays = [shape_of(x) for x, yes in zip(flat, is_array, strict=True) if yes]
-
-    def forward(state: Any, arrays: list[Any]) -> Any:
-        rest = iter(arrays)
-        # What is no array, such as train=True, is given as it is.
-        given = [next(rest) if yes else x for x, yes in zip(flat, is_array, strict=True)]
-        args, kwargs = call_arguments(jax.tree.unflatten(treedef, given))
-        return nnx.merge(abstract.graphdef, state)(*args, **kwargs)
-
-    auto = AbstractMesh(
-        tuple(mesh.shape.values()), tuple(mesh.shape), axis_types=(AxisType.Auto,) * len(mesh.shape)
-    )
-    # The empty mesh comes first, since a mesh that the caller has set cannot change its size.
-    none = AbstractMesh((), ())
-    use = jax.sharding.use_abstract_mesh
-    try:
-        with use(none), use(auto), nnx.use_eager_sharding(False):
-            closed = jax.make_jaxpr(forward)(abstract.state, arrays)
-    except Exception as error:
-        shown = iter([f"{x.dtype}{list(x.shape)}" for x in arrays])
-        told = [next(shown) if yes else x for x, yes in zip(flat, is_array, strict=True)]
-        raise ValueError(
-            f"the model cannot be called with inputs={jax.tree.unflatten(treedef, told)}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    return follow(closed, len(jax.tree.leaves(abstract.state)))
-
-
-def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and the named arguments that `inputs=` stands for."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._dataflow import Tracer, Val
-from ._factors import Dim, fresh, regroup
+from ._factors import Dim, fresh, regroup, resolve
 from ._jaxpr import opened, scan_parts
 
 Transfer = Callable[[Tracer, Any, list[Val]], list[Val]]
@@ -113,7 +114,7 @@ def _reduce(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     outputs = []
     for x in values[: len(eqn.outvars)]:
         for dim in axes:
-            tracer.breaks(x.dims[dim], "it is reduced over, as a norm or a softmax does")
+            tracer.reduces(x.dims[dim], "it is reduced over, as a norm or a softmax does")
         kept = [d for i, d in enumerate(x.dims) if i not in axes]
         outputs.append(Val(kept, live, past))
     return outputs
@@ -229,23 +230,35 @@ def _conv(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
         rhs.dims[rhs_spec[1]],
         rhs.dims[rhs_spec[0]],
     )
-    grouped = eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1
+    groups = eqn.params["feature_group_count"]
     past = lhs.past | rhs.past
-    if grouped:
-        for dim in (channels, kernel_in, kernel_out):
-            tracer.breaks(dim, "a grouped convolution mixes it by groups")
+    dims = [fresh(size) for size in shape]
+    if eqn.params["batch_group_count"] == 1:
+        dims[out_spec[0]], dims[out_spec[1]] = lhs.dims[lhs_spec[0]], kernel_out
+    if groups > 1 and eqn.params["batch_group_count"] == 1 and _size(channels) == groups:
+        # Depthwise: each channel makes its own outputs, which are its inner factor.
+        outer = regroup([kernel_out], (groups, _size(kernel_out) // groups))
+        if outer is None:
+            tracer.breaks(kernel_out, "the groups of a convolution cut across it")
+            tracer.breaks(channels, "the groups of a convolution cut across it")
+        else:
+            tracer.same(channels, outer[0], "the channels of a convolution do not line up")
+    elif groups > 1 or eqn.params["batch_group_count"] > 1:
+        # XLA gathers the channels of such a convolution before it runs, however they are split.
+        for dim in (lhs.dims[lhs_spec[0]], channels, kernel_in, kernel_out):
+            tracer.breaks(dim, "a convolution mixes it within groups")
     else:
         tracer.same(channels, kernel_in, "the channels of a convolution do not line up")
         kind = "weights" if lhs.live != rhs.live else "activations" if lhs.live else "leaves"
         past |= tracer.site(kind, [channels], [kernel_out], past)
-    dims = [fresh(size) for size in shape]
-    dims[out_spec[0]] = lhs.dims[lhs_spec[0]]
-    if not grouped:
-        dims[out_spec[1]] = kernel_out
     for spec, x in ((lhs_spec, lhs), (rhs_spec, rhs)):
         for d in spec[2:]:
             tracer.breaks(x.dims[d], "a convolution slides along it")
     return [Val(dims, lhs.live or rhs.live, past)]
+
+
+def _size(dim: Dim) -> int:
+    return math.prod(factor.size for factor in resolve(dim))
 
 
 @_rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window")
@@ -293,7 +306,10 @@ def _gather(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
             kept.append(dim)
         else:
             tracer.breaks(dim, "it is sliced at positions that vary")
-    if operand.live or not indices.live:
+    if operand.live:
+        for dim in looked_up:
+            tracer.reduces(dim, "it is indexed")
+    elif not indices.live:
         for dim in looked_up:
             tracer.breaks(dim, "it is indexed")
     elif looked_up:
@@ -309,6 +325,7 @@ def _update_slice(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     ):
         if old == new:
             tracer.same(operand.dims[d], update.dims[d], "two dims that meet do not line up")
+            tracer.written.append(operand.dims[d])
         else:
             tracer.breaks(operand.dims[d], "a part of it is overwritten")
             tracer.breaks(update.dims[d], "it overwrites a part of another dim")
@@ -322,14 +339,24 @@ def _scatter(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     numbers = eqn.params["dimension_numbers"]
     sizes, update_sizes = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
     window = iter(numbers.update_window_dims)
-    skipped = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    # The update's other dims are those of the indices, in order, without the index itself.
+    scattered = [d for d in range(len(update_sizes)) if d not in numbers.update_window_dims]
+    batching = dict(
+        zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    )
     for d, dim in enumerate(operand.dims):
-        if d in skipped:
+        if d in batching:
+            along = updates.dims[scattered[batching[d]]]
+            tracer.same(dim, along, "two batch dims do not line up")
+            tracer.written.append(dim)
+            continue
+        if d in numbers.inserted_window_dims:
             tracer.breaks(dim, "it is written at positions that vary")
             continue
         other = next(window)
         if update_sizes[other] == sizes[d]:
             tracer.same(dim, updates.dims[other], "two dims that meet do not line up")
+            tracer.written.append(dim)
         else:
             tracer.breaks(dim, "a part of it is overwritten")
             tracer.breaks(updates.dims[other], "it overwrites a part of another dim")

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ._values import show_value
+
 Remat = str | Callable[..., Any]
 
 
@@ -85,22 +87,26 @@ class Recipe:
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise ValueError(
                     f"a recipe's batch has shapes and dtypes, but batch"
-                    f"{jax.tree_util.keystr(path)} is {leaf!r}: use jax.ShapeDtypeStruct"
+                    f"{jax.tree_util.keystr(path)} is {show_value(leaf)}: use jax.ShapeDtypeStruct"
                 )
         if type(self.accumulate) is not int or self.accumulate < 1:
-            raise ValueError(f"a recipe accumulates over 1 part or more, got {self.accumulate!r}")
+            raise ValueError(
+                f"a recipe accumulates over 1 part or more, got {show_value(self.accumulate)}"
+            )
         if self.accumulate > 1:
             self._require_divisible()
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
-            raise ValueError(f"a recipe clips gradients to a positive norm, got {self.clip!r}")
+            raise ValueError(
+                f"a recipe clips gradients to a positive norm, got {show_value(self.clip)}"
+            )
         if self.ema is not None and not (_is_number(self.ema) and 0 <= self.ema < 1):
             raise ValueError(
-                f"a recipe's ema is a decay from 0 to below 1, such as 0.999, got {self.ema!r}"
+                f"a recipe's ema is a decay from 0 to below 1, such as 0.999, got {show_value(self.ema)}"
             )
         if self.rngs is not None and (
             isinstance(self.rngs, bool) or not isinstance(self.rngs, int)
         ):
-            raise ValueError(f"a recipe's rngs is a seed, a number, got {self.rngs!r}")
+            raise ValueError(f"a recipe's rngs is a seed, a number, got {show_value(self.rngs)}")
         if self.compute_dtype is not None:
             try:
                 floating = jnp.issubdtype(jnp.dtype(self.compute_dtype), jnp.floating)
@@ -109,7 +115,7 @@ class Recipe:
             if not floating:
                 raise ValueError(
                     f"a recipe's compute_dtype is a floating one, such as 'bfloat16', "
-                    f"got {self.compute_dtype!r}"
+                    f"got {show_value(self.compute_dtype)}"
                 )
         for policy in self.remat.values() if isinstance(self.remat, Mapping) else (self.remat,):
             if policy is not None:
@@ -141,7 +147,7 @@ def remat_policy(given: Remat) -> Callable[..., Any]:
     names = [n for n in dir(jax.checkpoint_policies) if n.startswith(plain)]
     if given not in names:
         raise ValueError(
-            f"remat={given!r} is no policy without arguments of jax.checkpoint_policies: they are "
+            f"remat={show_value(given)} is no policy without arguments of jax.checkpoint_policies: they are "
             f"{', '.join(names)}; others are given themselves, such as "
             f"jax.checkpoint_policies.save_only_these_names('attention')"
         )

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ._leaf import Leaf, Opinion
 from ._model import AbstractModel, sharding_rules_of, split_path
 from ._spec import Axes, dim_axes, normal_spec, require_spec, show_spec
+from ._values import show_value
 from ._words import count
 
 if TYPE_CHECKING:
@@ -73,7 +74,9 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
         raise ValueError(f"by_rank takes {{rank: spec}}, got a {type(specs).__name__}")
     for rank, spec in specs.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
-            raise ValueError(f"by_rank has the rank {rank!r}: ranks are numbers of dims, 0 and up")
+            raise ValueError(
+                f"by_rank has the rank {show_value(rank)}: ranks are numbers of dims, 0 and up"
+            )
         require_spec(spec, f"by_rank({{{rank}: ...}})")
 
     def pick(leaf: Leaf) -> Opinion | None:
@@ -254,5 +257,5 @@ def _as_axes(name: str, to: str | Sequence[str] | None) -> Axes:
     if isinstance(to, Sequence) and all(isinstance(axis, str) for axis in to):
         return tuple(to)
     raise ValueError(
-        f"logical={{{name!r}: {to!r}}} is not an axis: give an axis name, a tuple of them, or None"
+        f"logical={{{name!r}: {show_value(to)}}} is not an axis: give an axis name, a tuple of them, or None"
     )

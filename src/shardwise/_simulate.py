@@ -23,6 +23,7 @@ from ._mesh import AnyMesh, show_mesh
 from ._mesh import mesh as make_mesh
 from ._model import dotted
 from ._spec import faults, require_spec, show_spec
+from ._values import shorten, show_value
 
 
 def simulate(
@@ -292,14 +293,14 @@ def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
     except ValueError as error:
         raise ValueError(
             f"{word} does not have the structure of the {of}, nor is it a prefix of it: "
-            f"{word} is {jax.tree.structure(specs, is_leaf=_is_spec)}, they are "
-            f"{jax.tree.structure(tree)}. Give one spec for each, or one for all"
+            f"{word} is {shorten(str(jax.tree.structure(specs, is_leaf=_is_spec)))}, they are "
+            f"{shorten(str(jax.tree.structure(tree)))}. Give one spec for each, or one for all"
         ) from error
     leaves = jax.tree.leaves(whole, is_leaf=_is_spec)
     for leaf in leaves:
         if not _is_spec(leaf):
             raise ValueError(
-                f"{word} has {leaf!r}, a {type(leaf).__name__}: it is made of PartitionSpecs, "
+                f"{word} has {show_value(leaf)}, a {type(leaf).__name__}: it is made of PartitionSpecs, "
                 f"such as P('data')"
             )
     return [require_spec(leaf, word) for leaf in leaves]

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
+from ._values import show_value
 from ._words import count
 
 Axes = tuple[str, ...]
@@ -94,14 +95,14 @@ def require_spec(value: Any, source: str) -> P:
     """
     if not isinstance(value, P):
         raise ValueError(
-            f"{source} gave {value!r}, which is a {type(value).__name__}: "
+            f"{source} gave {show_value(value)}, which is a {type(value).__name__}: "
             f"a rule gives a PartitionSpec, or None for no opinion"
         )
     for entry in value:
         plain = entry is None or isinstance(entry, str)
         if not plain and not (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry)):
             raise ValueError(
-                f"{source} gave {show_spec(value)}, whose entry {entry!r} is neither None, "
+                f"{source} gave {show_spec(value)}, whose entry {show_value(entry)} is neither None, "
                 f"an axis name, nor a tuple of axis names"
             )
     return value

@@ -11,6 +11,7 @@ from ._leaf import Leaf, Opinion
 from ._rules import Rule, Rules, Scene, patterns, replicate, require_axes
 from ._spec import divisible_dims, make_spec, padded
 from ._tensor import tensor
+from ._values import show_value
 
 MIN_BYTES = 2**20
 
@@ -91,7 +92,9 @@ def fsdp(*axes: str, min_bytes: int = MIN_BYTES) -> Fsdp:
             f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names"
         )
     if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
-        raise ValueError(f"fsdp has min_bytes={min_bytes!r}: give a number of bytes, 0 or more")
+        raise ValueError(
+            f"fsdp has min_bytes={show_value(min_bytes)}: give a number of bytes, 0 or more"
+        )
     return Fsdp(flat, min_bytes)
 
 
@@ -114,7 +117,7 @@ def flatten_rules(rules: Rules, sizes: Mapping[str, int]) -> list[tuple[str, Any
     if callable(rules):
         return [(getattr(rules, "__name__", None) or type(rules).__name__, rules)]
     raise ValueError(
-        f"{rules!r} is not a rule: give a dict of path patterns, a function of a leaf, "
+        f"{show_value(rules)} is not a rule: give a dict of path patterns, a function of a leaf, "
         f"a strategy such as sw.fsdp('data') or its name, or a list of these"
     )
 

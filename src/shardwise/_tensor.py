@@ -26,7 +26,9 @@ class Tensor:
         if flow is None:
             splits = guess_pairs(leaves, scene.model, self.axis, ways)
         else:
-            splits = _Choice(leaves, flow, self.axis, ways).splits()
+            splits = dict(_Choice(leaves, flow, self.axis, ways).splits())
+            unmet = frozenset(range(len(leaves))) - flow.met
+            splits |= guess_pairs(leaves, scene.model, self.axis, ways, unmet, flow.what)
         opinions = _opinions(self.axis, leaves, splits)
         return lambda leaf: opinions.get(leaf.path)
 
@@ -38,10 +40,12 @@ class Tensor:
 def tensor(axis: str) -> Tensor:
     """Returns the strategy that splits matching pairs of weights over `axis` (Megatron).
 
-    With `inputs` given to `layout`, the forward pass is traced abstractly, and the dims that
-    are produced by one weight and summed over by another are split: column then row, one
-    all-reduce for each pair. Without, pairs are guessed from module types and widths.
-    What cannot be decided is left alone, with the reason.
+    With `inputs` given to `layout`, or a `Recipe`, the forward pass is traced abstractly, and the
+    dims that are produced by one weight and summed over by another are split: column then row,
+    one all-reduce for each pair. A KV cache among the inputs that has such a dim is to be split
+    with it: the reason says where. Without inputs, and for leaves that the trace does not meet,
+    pairs are guessed from module types and widths. What cannot be decided is left alone, with
+    the reason.
 
     Example:
         >>> import jax, shardwise as sw
@@ -86,7 +90,11 @@ class _Choice:
             why = self._refuse(group, members)
             if why is None and self.flow.groups[group].size % self.ways:
                 why = f"its size {self.flow.groups[group].size} cannot be split {self.ways} ways"
-                candidates += self._with_inner(group)
+                if self.flow.groups[group].written:
+                    # The compiler would split it in part, and gather it again at each call.
+                    why += ", nor can the cache that has it"
+                else:
+                    candidates += self._with_inner(group)
             elif why is None:
                 candidates.append(_Candidate(group, members))
             if why is not None:
@@ -114,20 +122,24 @@ class _Choice:
         info: Group = self.flow.groups[group]
         if info.scanned:
             return "a loop steps along it"
-        if info.is_input:
+        if info.inputs and not (info.made and (info.sites or info.written)):
+            # What a weight makes and meets in an input, such as a KV cache, is another matter:
+            # the input is split alike, or each device takes its part of it.
             return "it is a dim of the inputs"
         if info.recurs:
             return "it is summed over and made again: the residual stream, or a layer used twice"
         if info.broken:
             return info.broken[0]
         kinds = {site.kind for site in info.sites}
+        if info.reduced and not (self.flow.is_loss and kinds <= {"lookup"}):
+            return info.reduced[0]
         if "activations" in kinds:
             return "it is summed over between two activations"
         if "leaves" in kinds:
             return "it is summed over between two leaves"
         if info.sites and not info.made and "lookup" not in kinds:
             return "no weight makes what is summed over it, so only half of a pair could be split"
-        if not info.sites and not info.is_output:
+        if not info.sites and not info.is_output and not info.reduced:
             return "no weight sums over it and it does not leave the model"
         for index, dim in members:
             leaf = self.leaves[index]
@@ -178,13 +190,25 @@ class _Choice:
         if candidate.inner is not None:
             size += f" x {self.flow.groups[candidate.inner].size}"
         sums = len(info.sites)
-        if not sums:
-            effect = "its outputs leave the model split; no all-reduce"
-        else:
+        if sums:
             effect = f"{sums} all-reduce{'s' if sums > 1 else ''} in the forward pass"
+        else:
+            effect = "no all-reduce"
+            effect = effect if info.reduced else f"its outputs leave the model split; {effect}"
+        if info.reduced:
+            effect += ", but of what the loss reduces along it"
+        effect += self._shared(info, candidate)
         looked = any(site.kind == "lookup" for site in info.sites)
         word = "looked up" if looked else "traced"
         return f"dim {dim}, {word} as one dim of {size}{together}: {effect}"
+
+    def _shared(self, info: Group, candidate: _Candidate) -> str:
+        """Returns which inputs have the dim too: they are to be split with it."""
+        if not info.inputs or candidate.inner is not None:
+            return ""
+        names = [f"{self.flow.input_names[i]} (dim {dim})" for i, dim in info.inputs]
+        more = " …" if len(names) > 2 else ""
+        return f"; split the inputs that share it alike: {', '.join(names[:2])}{more}"
 
     def _left_alone(self, index: int, refused: Mapping[int, str]) -> str:
         parts = []
