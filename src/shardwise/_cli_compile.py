@@ -20,6 +20,7 @@ from ._cli_options import (
     FormatOption,
     InputsOption,
     MeshOption,
+    MinBytesOption,
     OnOption,
     RematOption,
     RulesOption,
@@ -68,6 +69,7 @@ def compile_command(
     mesh: MeshOption,
     on: OnOption = "here",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     batch: BatchOption = None,
@@ -86,7 +88,9 @@ def compile_command(
     """Compiles a step and says what it costs."""
     require_devices(on)
     require_writable(save)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
+    found, made = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, min_bytes=min_bytes
+    )
     compiled = compile_target(target, found, made, inputs)
     if format is Format.json:
         tell_json(compiled.to_dict())
