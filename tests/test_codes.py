@@ -233,9 +233,9 @@ POSITIVE = {
     "SW105": (
         lambda: check(lambda: nnx.Embed(4096, 256, rngs=rngs()), "data=4,model=2"),
         "embedding",
-        "4.0 MiB lie whole on each of 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of "
-        "copies",
-        "P('data', 'model') would leave 512.0 KiB on each; allow={'SW105': 'embedding'} if whole is meant",
+        "4.0 MiB replicated on all 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of copies",
+        "P('data', 'model') would leave 512.0 KiB on each; allow={'SW105': 'embedding'} if "
+        "replication is intentional",
     ),
     "SW106": (
         lambda: check(mlp, "model=4", {"**.kernel": COLUMN, "down.bias": ROW}),
@@ -472,9 +472,107 @@ def test_sw105_is_silent_where_whole_is_asked_for(rules):
     assert not check(EmbedAndHead, "data=8", rules)
 
 
+class Small(nnx.Module):
+    """6.5 MiB, of leaves of less than 1 MiB."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(512, 256, rngs=rngs())
+        self.blocks = nnx.List([nnx.Linear(256, 256, rngs=rngs()) for _ in range(24)])
+
+
+LARGEST = "blocks.{0..23}.kernel ×24 (6.0 MiB), embed.embedding (512.0 KiB), blocks.{0..23}.bias ×24 (24.0 KiB)"
+
+
+@pytest.mark.parametrize(
+    "rules, how",
+    [(None, "sw.fsdp('data')"), (sw.fsdp("data", min_bytes=2**20), "sw.fsdp('data', min_bytes=0)")],
+    ids=["no rule", "fsdp left them"],
+)
+def test_sw105_sums_up_what_is_small(rules, how):
+    found = only(check(Small, "data=8", rules), "SW105")
+    assert found.path == "**"
+    assert found.message == (
+        "49 small leaves replicated, 6.5 MiB in all: 100.0% of the 6.5 MiB on each of 8 devices"
+    )
+    assert found.context == f"mesh data=8  the largest: {LARGEST}"
+    assert found.help == (
+        f"{how} would leave 835.0 KiB on each; allow={{'SW105': '**'}} or their paths if "
+        f"replication is intentional"
+    )
+    helped = sw.layout(Small, sw.mesh("data=8", on="none"), sw.fsdp("data", min_bytes=0))
+    assert helped.bytes_per_device == 835 * 2**10
+
+
+def test_sw105_of_many_small_leaves_is_allowed_by_their_paths():
+    assert not check(Small, "data=8", allow={"SW105": "**"})
+    # The rest, 536 KiB, is not worth a finding.
+    found = check(Small, "data=8", allow={"SW105": "blocks.*.kernel"})
+    assert not found and len(found.allowed) == 24
+    found = check(Small, "data=8", allow={"SW105": ["embed.*", "head.*"]})
+    assert [(f.code, f.path) for f in found] == [("SW105", "**"), ("SW112", "head.*")]
+    assert found[0].message.startswith("48 small leaves replicated, 6.0 MiB in all")
+
+
+def test_sw105_leaves_alone_what_was_left_as_small():
+    # A min_bytes of the user's own, above 1 MiB; what is left is little of the model.
+    def make():
+        return nnx.Sequential(*[nnx.Linear(n, 8192, rngs=rngs()) for n in (16384, 16384, 64)])
+
+    mesh = sw.mesh("data=8", on="none")
+    layout = sw.layout(make, mesh, sw.fsdp("data", min_bytes=2**22))
+    assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_whole
+    assert not sw.check(layout)
+    # By itself, fsdp never leaves 1 MiB.
+    assert sw.layout(make, mesh, "fsdp")["layers.2.kernel"].copies == 1
+
+
+PADDED = {
+    "a vocabulary": (
+        (50257, 250), "data=8", "fsdp",
+        "47.9 MiB replicated on all 8 devices: 100.0% of the model's 47.9 MiB, and 335.5 MiB of copies; no free dim divides 8 ways over axis 'data'",
+        "pad dim 0 from 50257 to 50304, or use an axis whose size divides a dim",
+    ),
+    "split by one axis already": (
+        (50257, 1024), "data=32,model=4", [{"**": P(None, "model")}, sw.fsdp("data")],
+        "49.1 MiB on each of 128 devices, every shard on 32 of them: 100.0% of the model's 196.3 MiB, and 5.9 GiB of copies; no free dim divides 32 ways over axis 'data'",
+        "pad dim 0 from 50257 to 50304, or use an axis whose size divides a dim",
+    ),
+    "small dims": (
+        (700, 700), "data=64", "fsdp",
+        "1.9 MiB replicated on all 64 devices: 100.0% of the model's 1.9 MiB, and 117.8 MiB of copies; no free dim divides 64 ways over axis 'data'",
+        "pad dim 0 from 700 to 704, or use an axis whose size divides a dim",
+    ),
+    "too many devices": (
+        (300, 1000), "data=4096", None,
+        "1.1 MiB replicated on all 4096 devices: 100.0% of the model's 1.1 MiB, and 4.6 GiB of copies; no free dim divides 4096 ways over axis 'data'",
+        "use an axis of size 8, which divides dim 1 (size 1000)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PADDED)
+def test_sw105_of_a_large_leaf_that_no_axis_divides(case):
+    (rows, width), axes, rules, message, help_text = PADDED[case]
+    found = only(check(lambda: nnx.Embed(rows, width, rngs=rngs()), axes, rules), "SW105")
+    assert found.message == message
+    assert found.help == (
+        f"{help_text}; allow={{'SW105': 'embedding'}} if replication is intentional"
+    )
+
+
+def test_sw105_padding_as_it_says_divides():
+    layout = sw.layout(
+        lambda: nnx.Embed(50304, 250, rngs=rngs()), sw.mesh("data=8", on="none"), "fsdp"
+    )
+    assert layout["embedding"].spec == P("data") and not sw.check(layout)
+
+
 def test_sw105_threshold_is_the_callers():
     assert codes(check(linear(), "data=8", replicated_bytes=512)) == ["SW105"]
     assert not check(linear(), "data=8", replicated_bytes=513)
+    many = lambda: nnx.Sequential(linear()(), linear()())  # noqa: E731
+    assert [f.path for f in check(many, "data=8", replicated_bytes=1024)] == ["**"]
+    assert not check(many, "data=8", replicated_bytes=1025)
 
 
 @pytest.mark.parametrize(

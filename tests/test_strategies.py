@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import models
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -13,6 +14,7 @@ from test_tensor import collectives
 import shardwise as sw
 
 COLUMN, ROW = P(None, "model"), P("model")
+SIXTEEN = P(("model", "seq"))
 PAIR = {"up.kernel": COLUMN, "up.bias": ROW, "down.kernel": ROW, "down.bias": P()}
 X = jax.ShapeDtypeStruct((2, 6, 16), "float32")
 TOKENS = jax.ShapeDtypeStruct((2, 6), "int32")
@@ -67,7 +69,7 @@ def net(call=None, **parts):
 # fmt: off
 # rules, the spec of up.kernel, and its reason
 ORDER = {
-    "none": ([None, [], {}], P(), "no rule: whole on every device"),
+    "none": ([None, [], {}], P(), "no rule: replicated on every device"),
     "later overrides": ([{"**": ROW}, {"up.*": COLUMN}], COLUMN, "patterns: path matches 'up.*'"),
     "nested lists": ([[{"up.*": COLUMN}], ({"u?.k*l": ROW},)], ROW, "patterns: path matches 'u?.k*l'"),
     "no opinion": ([{"**.kernel": ROW}, lambda leaf: None], ROW, "patterns: path matches '**.kernel'"),
@@ -75,7 +77,7 @@ ORDER = {
     "an opinion": (lambda leaf: sw.Opinion(ROW, "so"), ROW, "<lambda>: so"),
     "refined": ([{"*.*": ROW}, lambda leaf: sw.Opinion(P("data"), "so", refines=True)], P("data"), "patterns: path matches '*.*'; then <lambda>: so"),
     "by rank": (sw.by_rank({2: COLUMN, 1: ROW}), COLUMN, "by_rank: a leaf of 2 dims"),
-    "whole on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: whole on every device, as asked"),
+    "whole on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as asked"),
     "fsdp": (sw.fsdp("data", min_bytes=2048), P(None, "data"), "fsdp('data'): dim 1 (size 32) is the largest free dim that divides 2 ways"),
     "fsdp of two axes": (sw.fsdp("data", "model", min_bytes=0), P(None, ("data", "model")), "fsdp('data', 'model'): dim 1 (size 32) is the largest free dim that divides 8 ways"),
     "fsdp of what is free": ([{"up.*": COLUMN}, sw.fsdp("data", min_bytes=0)], P("data", "model"), "patterns: path matches 'up.*'; then fsdp('data'): dim 0 (size 16) is the largest free dim that divides 2 ways"),
@@ -110,7 +112,7 @@ REFUSED = {
     "by_rank's spec": (lambda: sw.by_rank({2: "model"}), f"by_rank({{2: ...}}) gave 'model', which is a str: {SPEC}"),
     "fsdp of nothing": (lambda: sw.fsdp(), "fsdp() needs one or more different axis names"),
     "fsdp twice": (lambda: sw.fsdp("a", "a"), "fsdp('a', 'a') needs one or more different axis names"),
-    "fsdp's min_bytes": (lambda: sw.fsdp("data", min_bytes=-1), "fsdp has min_bytes=-1: give a number of bytes, 0 or more"),
+    "fsdp's min_bytes": (lambda: sw.fsdp("data", min_bytes=-1), "fsdp has min_bytes=-1: it must be a non-negative integer"),
     "fsdp's axis": (lambda: lay(mlp, sw.fsdp("fsdp")), "fsdp is over axis 'fsdp', which the mesh does not have: its axes are data=2, model=4"),
     "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor is over axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
     "tensor of two": (lambda: sw.tensor(("data", "model")), "tensor(('data', 'model')) needs the name of one axis"),
@@ -142,6 +144,85 @@ def test_fsdp_leaves_a_leaf_as_it_is(case):
     rules, reason = NO_OPINION[case]
     leaf = lay(mlp, rules, "data=2,model=4,seq=3")["up.kernel"]
     assert (leaf.trail[-1].spec, leaf.trail[-1].reason) == (None, reason)
+
+
+class Gpt(nnx.Module):
+    """Many leaves of less than 1 MiB, as small models have them."""
+
+    def __init__(self, layers=8, width=256, vocab=512):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs())
+        self.blocks = nnx.List([models.Mlp(width, 2 * width, rngs()) for _ in range(layers)])
+        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs()) for _ in range(layers)])
+
+
+def test_fsdp_splits_a_small_model_of_small_leaves():
+    layout = lay(Gpt, "fsdp", "data=8")
+    assert all(leaf.bytes < 2**20 for leaf in layout.leaves)
+    assert layout.bytes_per_device < 1.1 * layout.total_bytes / 8
+    left = [leaf for leaf in layout.leaves if leaf.left]
+    assert {leaf.ndim for leaf in left} == {1} and not sw.check(layout)
+    size = sum(leaf.bytes for leaf in left)
+    assert str(layout).endswith(f"; not split: 24 small leaves ({size / 1024:.1f} KiB)")
+    assert layout["blocks.3.up.bias"].reason == (
+        f"strategy 'fsdp': fsdp('data'): one of 24 small leaves, {size / 1024:.1f} KiB in all "
+        f"({size / layout.total_bytes:.1%} of the model): not split, since gathering each would "
+        f"cost more than it saves; min_bytes=0 splits them"
+    )
+
+
+# What fsdp leaves by itself: layers, width, mesh. On more devices less is left.
+SIZES = [(1, 32), (8, 256), (24, 64), (40, 8), (3, 1000)]
+
+
+@pytest.mark.parametrize("axes", ["data=2", "data=8", "data=64", "data=8,model=4", "data=1"])
+@pytest.mark.parametrize("layers, width", SIZES)
+def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, width, axes):
+    def make():
+        return Gpt(layers, width)
+
+    rules = [{"blocks.*.up.kernel": COLUMN}] if "model" in axes else []
+    before, after = lay(make, rules, axes), lay(make, [*rules, sw.fsdp("data")], axes)
+    split = lay(make, [*rules, sw.fsdp("data", min_bytes=0)], axes)
+    left = [leaf for leaf in after.leaves if leaf.left == "small"]
+    size = sum(leaf.shard_bytes for leaf in left)
+    assert all(leaf.shard_bytes < 2**20 for leaf in left)
+    assert size < 0.01 * before.bytes_per_device or not left
+    assert after.bytes_per_device <= 1.1 * split.bytes_per_device
+    # Never one of two that were alike before, and never a larger one than one that was split.
+    was = {leaf.path: leaf.shard_bytes for leaf in before.leaves}
+    cut = [leaf for leaf in after.leaves if leaf.gathered]
+    assert max((was[leaf.path] for leaf in left), default=0) < min(was[x.path] for x in cut)
+    again = lay(make, [*rules, sw.fsdp("data")], axes)
+    assert specs(again) == specs(after)
+
+
+def test_fsdp_counts_what_earlier_rules_left_on_each_device():
+    # Split four ways by a rule, the kernels are the smallest; by themselves they were the largest.
+    parts = {"big": linear(64, 64, use_bias=False), "small": linear(40, 40, use_bias=False)}
+    parts |= {"huge": linear(1024, 1024, use_bias=False)}
+    left = lay(net(**parts), [{"big.kernel": SIXTEEN}, sw.fsdp("data")], "data=2,model=4,seq=4")
+    assert [leaf.path for leaf in left.leaves if leaf.left] == ["big.kernel", "small.kernel"]
+    assert left["big.kernel"].spec == SIXTEEN
+    assert left["big.kernel"].trail[-1].reason.startswith("one of 2 small leaves, 7.2 KiB in all")
+    assert left["small.kernel"].reason.startswith("fsdp('data'): one of 2 small leaves, 7.2 KiB")
+
+
+def test_what_does_not_divide_is_told_and_not_counted_as_small():
+    make = net(odd=linear(7, 9), drop=lambda: nnx.Dropout(0.1, rngs=rngs()), even=linear(64, 64))
+    layout = lay(make, sw.fsdp("data"), "data=8")
+    why = {leaf.path: (leaf.left, leaf.reason) for leaf in layout.leaves if leaf.ndim != 2}
+    assert why["odd.bias"] == ("indivisible", "fsdp('data'): no free dim of (9,) divides 8 ways")
+    assert why["drop.rngs.count"] == ("indivisible", "fsdp('data'): a scalar")
+    assert layout["even.kernel"].spec == P("data")
+    assert "; not split: 4 indivisible leaves (" in str(layout)
+
+
+def test_a_saved_layout_and_an_optimizer_know_what_was_left(tmp_path):
+    layout = lay(Gpt, "fsdp", "data=8")
+    layout.save(tmp_path / "layout.json")
+    assert str(sw.load_layout(tmp_path / "layout.json")) == str(layout)
+    state = layout.for_optimizer(optax.adam(1e-3))
+    assert state["0.mu.blocks.0.up.bias"].left == layout["blocks.0.up.bias"].left == "small"
 
 
 @pytest.mark.parametrize("case", REFUSED)

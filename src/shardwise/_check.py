@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jax.sharding import PartitionSpec as P
 
 from ._batch import DATA_AXES
-from ._findings import Allow, Finding, Findings, make_finding, sift
+from ._findings import Allow, Finding, Findings, allowed_paths, make_finding, sift
 from ._layout import Layout, require_layout
 from ._leaf import Leaf
 from ._mesh import show_mesh
-from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
-from ._table import show_bytes
-
-REPLICATED_BYTES = 2**20
+from ._replication import REPLICATED_BYTES, Replication
+from ._spec import Axes, make_spec, padded, show_spec
 
 
 def check(
@@ -24,9 +22,9 @@ def check(
 
     Args:
         layout: the layout.
-        allow: findings that are meant, by code and path pattern: `{"SW105": "embed.**"}`.
-        replicated_bytes: from how many bytes on a leaf that lies whole on every device is
-            worth a finding.
+        allow: findings that are intentional, by code and path pattern: `{"SW105": "embed.**"}`.
+        replicated_bytes: from how many bytes on replication is worth a finding: of one leaf, or
+            of all smaller ones together.
 
     Example:
         >>> import shardwise as sw
@@ -42,12 +40,14 @@ def check(
         1 error, 0 warnings
     """
     require_layout(layout)
-    return sift(_findings(layout, replicated_bytes), allow)
+    return sift(_findings(layout, replicated_bytes, allowed_paths(allow, "SW105")), allow)
 
 
-def _findings(layout: Layout, replicated_bytes: int) -> Iterator[Finding]:
+def _findings(
+    layout: Layout, replicated_bytes: int, allowed: Callable[[str], bool]
+) -> Iterator[Finding]:
     mesh = show_mesh(layout.mesh)
-    total = layout.total_bytes
+    replication = Replication(layout, replicated_bytes, allowed)
     siblings: dict[tuple, dict[str, Leaf]] = {}
     for leaf in layout.leaves:
         context = f"shape {leaf.shape}  spec {show_spec(leaf.spec)}  mesh {mesh}"
@@ -57,12 +57,13 @@ def _findings(layout: Layout, replicated_bytes: int) -> Iterator[Finding]:
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
         if not faults:
-            yield from _replicated(leaf, total, replicated_bytes, layout.mesh.size, context)
+            yield from replication.of_leaf(leaf, context)
             if leaf.keys and leaf.keys[-1] in ("kernel", "bias"):
                 siblings.setdefault(leaf.keys[:-1], {})[leaf.keys[-1]] = leaf
     for pair in siblings.values():
         if len(pair) == 2:
             yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
+    yield from replication.of_the_rest()
     for pattern, nearest in layout.dead_patterns:
         hint = f"the nearest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
@@ -104,34 +105,6 @@ def _stack_lost(leaf: Leaf, context: str) -> Iterator[Finding]:
             f"or annotate {show_spec(P(*entries))}",
             context,
         )
-
-
-def _replicated(
-    leaf: Leaf, total: int, threshold: int, devices: int, context: str
-) -> Iterator[Finding]:
-    if leaf.bytes < threshold or not leaf.is_whole or leaf.meant:
-        return
-    taken: list[Axes] = [()] * leaf.ndim
-    for axis, size in sorted(leaf.sizes.items(), key=lambda item: -item[1]):
-        dims = divisible_dims(leaf.shape, taken, size, skip=leaf.stacked) if size > 1 else []
-        if dims:
-            taken[dims[0]] = (axis,)
-    if not any(taken):
-        return
-    spec = make_spec(taken)
-    left = leaf.dtype.itemsize
-    for size in shard_shape(leaf.shape, spec, leaf.sizes):
-        left *= size
-    yield make_finding(
-        "SW105",
-        leaf.path,
-        f"{show_bytes(leaf.bytes)} lie whole on each of {devices} devices: "
-        f"{100 * leaf.bytes / total:.1f}% of the model's {show_bytes(total)}, and "
-        f"{show_bytes(leaf.bytes * (devices - 1))} of copies",
-        f"{show_spec(spec)} would leave {show_bytes(left)} on each; "
-        f"allow={{'SW105': {leaf.path!r}}} if whole is meant",
-        f"{context}  ({leaf.reason})",
-    )
 
 
 def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from ._cli_options import (
     InputsOption,
     MeshOption,
     MethodOption,
+    MinBytesOption,
     OnOption,
     RematOption,
     RulesOption,
@@ -69,6 +70,7 @@ def compile_command(
     mesh: MeshOption,
     on: OnOption = "here",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     method: MethodOption = None,
@@ -88,7 +90,9 @@ def compile_command(
     """Compiles a step and says what it costs."""
     require_devices(on)
     require_writable(save)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
+    found, made = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
+    )
     compiled = compile_target(target, found, made, inputs, method)
     if format is Format.json:
         tell_json(compiled.to_dict())

@@ -9,6 +9,7 @@ import contextlib
 import enum
 import functools
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ._compiled import Compiled
     from ._layout import Layout
     from ._plan import Plan
+    from ._rules_file import RulesFile
 
 app = typer.Typer(
     name="shardwise",
@@ -80,10 +82,19 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="dp, fsdp, tensor, or joined by +: fsdp+tensor. fsdp leaves whole what has fewer "
-        "than 1 MiB.",
+        help="dp, fsdp, tensor, or joined by +: fsdp+tensor.",
         rich_help_panel=MODEL,
         autocompletion=complete_strategy,
+    ),
+]
+MinBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--min-bytes",
+        metavar="SIZE",
+        help="fsdp splits leaves of this size and larger, such as 64KiB; 0 splits all. By default "
+        "it leaves the smallest, together under 1% of the model and 10% of what a device holds.",
+        rich_help_panel=MODEL,
     ),
 ]
 RulesOption = Annotated[
@@ -91,7 +102,7 @@ RulesOption = Annotated[
     typer.Option(
         "--rules",
         metavar="FILE",
-        help="A TOML file of path patterns, logical names and strategy.",
+        help="A TOML file of path patterns, logical names, strategy and min_bytes.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -175,13 +186,15 @@ def lay_out(
     inputs: str | None,
     batch: str | None = None,
     remat: str | None = None,
+    *,
     method: str | None = None,
+    min_bytes: str | None = None,
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
     if method is not None and inputs is None:
         raise ValueError(f"--method {method} needs --inputs: what it is called with")
     with working(f"laying out {target}"):
-        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
+        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method, min_bytes)
 
 
 def _lay_out(
@@ -194,6 +207,7 @@ def _lay_out(
     batch: str | None,
     remat: str | None,
     method: str | None,
+    min_bytes: str | None,
 ) -> tuple[Any, Layout]:
     import dataclasses
 
@@ -215,10 +229,7 @@ def _lay_out(
     made_mesh = _make_mesh(mesh, on)
     shapes = parse_inputs(inputs) if inputs is not None else None
     file = read_rules(rules) if rules is not None else None
-    given: list[Any] = list(file.rules) if file is not None else []
-    names = [name for name in (file.strategy if file else None, strategy) if name is not None]
-    if len(names) == 2:
-        raise ValueError(f"--strategy {strategy} and the rules' strategy {names[0]!r}: give one")
+    given = [*(file.rules if file is not None else []), *_strategy(file, strategy, min_bytes)]
     logical = file.logical if file is not None else None
     # What the user's own code prints must not stand in our output.
     with contextlib.redirect_stdout(sys.stderr):
@@ -238,13 +249,46 @@ def _lay_out(
                 if not isinstance(found, Recipe):
                     raise ValueError(f"--batch is for a recipe: target {target!r} is none")
                 found = with_batch(found, sizes)
-        made_of = [*given, *names]
         try:
             # A recipe without --inputs is traced by its loss.
-            made = layout(found, made_mesh, made_of, logical=logical, inputs=shapes, method=method)
+            made = layout(found, made_mesh, given, logical=logical, inputs=shapes, method=method)
         except SystemExit as error:
             raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
     return found, made
+
+
+def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | None) -> list[Any]:
+    """Returns the strategy that the rules' file or the options name, in a list, if any does."""
+    from ._strategies import Named
+    from ._words import parse_bytes
+
+    if file is not None and file.strategy is not None and strategy is not None:
+        raise ValueError(
+            f"--strategy {strategy} and the rules' strategy {file.strategy!r}: give one"
+        )
+    if file is not None and file.min_bytes is not None and min_bytes is not None:
+        raise ValueError(f"--min-bytes {min_bytes} and the rules' min_bytes: give one")
+    name = strategy or (file.strategy if file is not None else None)
+    size = file.min_bytes if file is not None else None
+    option = "the rules' min_bytes"
+    if min_bytes is not None:
+        option = "--min-bytes"
+        try:
+            size = parse_bytes(min_bytes)
+        except ValueError as error:
+            raise ValueError(f"--min-bytes {error}") from error
+    if size is not None and "fsdp" not in (name or ""):
+        has = f"the strategy is {name}" if name is not None else "no strategy is given"
+        raise ValueError(f"{option} is for the strategy fsdp, but {has}")
+    return [Named(name, size)] if name is not None else []
+
+
+def as_options(text: str) -> str:
+    """Returns a message of the library with what a shell has instead of arguments."""
+    text = re.sub(r"allow=\{'(SW\d+)': '([^']+)'\}", r"--allow '\1:\2'", text)
+    text = re.sub(r"sw\.fsdp\('[^']+', min_bytes=0\)", "--min-bytes 0", text)
+    text = re.sub(r"sw\.fsdp\('[^']+'\)", "--strategy fsdp", text)
+    return text.replace("; min_bytes=0 splits", "; --min-bytes 0 splits")
 
 
 def _make_mesh(mesh: str, on: str) -> Any:

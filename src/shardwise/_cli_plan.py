@@ -18,11 +18,13 @@ from ._cli_options import (
     InputsOption,
     MeshOption,
     MethodOption,
+    MinBytesOption,
     OnOption,
     RematOption,
     RulesOption,
     StrategyOption,
     Target,
+    as_options,
     command,
     lay_out,
     plan_target,
@@ -76,6 +78,7 @@ def plan(
     mesh: MeshOption,
     on: OnOption = "none",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     method: MethodOption = None,
@@ -114,7 +117,9 @@ def plan(
     if compile:
         require_devices(on)
         require_writable(save)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
+    found, made = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
+    )
     known = plan_target(target, found, made, inputs, method, compile=compile)
     if explain is not None:
         _explain(made, explain, format)
@@ -153,6 +158,7 @@ def check(
     mesh: MeshOption,
     on: OnOption = "none",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     method: MethodOption = None,
@@ -161,7 +167,7 @@ def check(
         typer.Option(
             "--allow",
             metavar="CODE:PATTERN",
-            help="A finding that is meant; may be given several times.",
+            help="A finding that is intentional; may be given several times.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -179,19 +185,19 @@ def check(
     from ._check import check as check_layout
 
     allowed = _parse_allow(allow or [])
-    _, made = lay_out(target, mesh, on, strategy, rules, inputs, method=method)
+    _, made = lay_out(target, mesh, on, strategy, rules, inputs, method=method, min_bytes=min_bytes)
     findings = check_layout(made, allow=allowed)
     match format:
         case CheckFormat.json:
             typer.echo(findings.to_json())
         case CheckFormat.concise:
             for finding in findings:
-                tell(finding.concise)
+                tell(as_options(finding.concise))
         case CheckFormat.github:
             for finding in findings:
-                tell(finding.github)
+                tell(as_options(finding.github))
         case CheckFormat.text:
-            tell(str(findings))
+            tell(as_options(str(findings)))
     raise typer.Exit(1 if findings else 0)
 
 
@@ -219,7 +225,7 @@ def _show_plan(known: Plan, tree: bool) -> None:
     tell("")
     tell(tree_text(made) if tree else str(made))
     if findings:
-        tell(f"\n{findings}")
+        tell(as_options(f"\n{findings}"))
     if compiled is not None:
         tell(f"\n{compiled.details}")
 
@@ -232,7 +238,7 @@ def _explain(made: Layout, path: str, format: Format) -> None:
     except KeyError as error:
         raise ValueError(error.args[0]) from error
     if format is Format.text:
-        tell(made.explain(path))
+        tell(as_options(made.explain(path)))
         return
     considered = [
         {

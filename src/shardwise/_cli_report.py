@@ -16,6 +16,7 @@ from ._cli_options import (
     CompileOption,
     InputsOption,
     MethodOption,
+    MinBytesOption,
     OnOption,
     RematOption,
     RulesOption,
@@ -84,6 +85,7 @@ def report(
     ] = None,
     on: OnOption = "none",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     method: MethodOption = None,
@@ -124,6 +126,15 @@ def report(
             autocompletion=complete_strategy,
         ),
     ] = None,
+    against_min_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--against-min-bytes",
+            metavar="SIZE",
+            help="What its fsdp splits from.",
+            rich_help_panel=_AGAINST,
+        ),
+    ] = None,
     against_rules: Annotated[
         str | None,
         typer.Option(
@@ -139,6 +150,7 @@ def report(
             "--mesh": mesh,
             "--on": None if on == "none" else on,
             "--strategy": strategy,
+            "--min-bytes": min_bytes,
             "--rules": rules,
             "--inputs": inputs,
             "--method": method,
@@ -153,19 +165,23 @@ def report(
             "--against-mesh": against_mesh,
             "--against-on": against_on,
             "--against-strategy": against_strategy,
+            "--against-min-bytes": against_min_bytes,
             "--against-rules": against_rules,
         },
     )
     step = {"inputs": inputs, "method": method, "batch": batch, "remat": remat, "compile": compile}
-    how = {"mesh": mesh, "on": on, "strategy": strategy, "rules": rules}
+    how = {
+        "mesh": mesh, "on": on, "strategy": strategy, "min_bytes": min_bytes, "rules": rules,
+    }  # fmt: skip
     other = {
-        "mesh": against_mesh, "on": against_on, "strategy": against_strategy, "rules": against_rules,
+        "mesh": against_mesh, "on": against_on, "strategy": against_strategy,
+        "min_bytes": against_min_bytes, "rules": against_rules,
     }  # fmt: skip
     plans = [_plan(target, **how, **step)]
     if against is not None or any(value is not None for value in other.values()):
         # What is not said of the other is as with the first; rules and a strategy, only together.
         if against_strategy is not None or against_rules is not None:
-            how |= {"strategy": None, "rules": None}
+            how |= {"strategy": None, "min_bytes": None, "rules": None}
         how |= {name: value for name, value in other.items() if value is not None}
         plans.append(_plan(against or target, **how, **step))
     from ._report import report_of_plans
@@ -194,6 +210,7 @@ def _plan(
     mesh: str | None,
     on: str,
     strategy: str | None,
+    min_bytes: str | None,
     rules: str | None,
     inputs: str | None,
     method: str | None,
@@ -207,8 +224,12 @@ def _plan(
         raise ValueError("--mesh is missing: give axes and sizes, such as --mesh data=2,model=4")
     if compile:
         require_devices(on)
-    found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method)
-    name = " ".join(x for x in (target, mesh, strategy, rules, on if on != "none" else None) if x)
+    found, made = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
+    )
+    least = f"min-bytes={min_bytes}" if min_bytes is not None else None
+    parts = (target, mesh, strategy, least, rules, on if on != "none" else None)
+    name = " ".join(part for part in parts if part)
     return name, plan_target(target, found, made, inputs, method, compile=compile)
 
 

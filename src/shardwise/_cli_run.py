@@ -16,6 +16,7 @@ from ._cli_options import (
     FormatOption,
     InputsOption,
     MeshOption,
+    MinBytesOption,
     OnOption,
     RulesOption,
     StrategyOption,
@@ -67,6 +68,7 @@ def train(
     ],
     on: OnOption = "here",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     data: Annotated[
@@ -147,7 +149,7 @@ def train(
 
     began = time.perf_counter()
     distributed()
-    recipe, made = lay_out(target, mesh, on, strategy, rules, inputs)
+    recipe, made = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
     if not isinstance(recipe, Recipe):
         raise ValueError(
             f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, with its "
@@ -250,6 +252,7 @@ def checkpoints(
     ] = None,
     on: OnOption = "none",
     strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     format: FormatOption = Format.text,
@@ -274,7 +277,7 @@ def checkpoints(
         return
     if mesh is None:
         raise ValueError("--preflight needs --mesh, the mesh to restore onto")
-    recipe, made = lay_out(preflight, mesh, on, strategy, rules, inputs)
+    recipe, made = lay_out(preflight, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
     if not isinstance(recipe, Recipe):
         raise ValueError(
             f"target {preflight!r} is a {type(recipe).__name__}: a preflight needs a Recipe"

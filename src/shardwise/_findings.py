@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._model import show_path, split_path
@@ -217,16 +217,7 @@ def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
         ValueError: a code is not known.
     """
     found = list(found)
-    patterns = []
-    form = "allow maps codes to path patterns: {'SW105': 'embed.**'}"
-    if allow is not None and not isinstance(allow, Mapping):
-        raise ValueError(f"allow is a {type(allow).__name__}: {form}")
-    for code, given in (allow or {}).items():
-        if code not in CODES:
-            raise ValueError(f"allow names {code!r}, which is no code: they are {', '.join(CODES)}")
-        if not isinstance(given, str | list | tuple) or not all(isinstance(p, str) for p in given):
-            raise ValueError(f"allow has {given!r} for {code}: {form}")
-        patterns += [(code, p) for p in ((given,) if isinstance(given, str) else given)]
+    patterns = _allowances(allow)
     regexes = {pattern: pattern_regex(pattern) for _, pattern in patterns}
     needed: set[tuple[str, str]] = set()
     kept, allowed = [], []
@@ -241,6 +232,30 @@ def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
                 make_finding("SW112", pattern, f"no {code} was found there", "drop the allowance")
             )
     return Findings(tuple(kept), tuple(allowed))
+
+
+def allowed_paths(allow: Allow | None, code: str) -> Callable[[str], bool]:
+    """Returns whether a path is one where findings of this code are allowed.
+
+    Raises:
+        ValueError: a code is not known.
+    """
+    regexes = [pattern_regex(pattern) for c, pattern in _allowances(allow) if c == code]
+    return lambda path: any(r.fullmatch(steps_text(split_path(path))) for r in regexes)
+
+
+def _allowances(allow: Allow | None) -> list[tuple[str, str]]:
+    form = "allow maps codes to path patterns: {'SW105': 'embed.**'}"
+    if allow is not None and not isinstance(allow, Mapping):
+        raise ValueError(f"allow is a {type(allow).__name__}: {form}")
+    patterns = []
+    for code, given in (allow or {}).items():
+        if code not in CODES:
+            raise ValueError(f"allow names {code!r}, which is no code: they are {', '.join(CODES)}")
+        if not isinstance(given, str | list | tuple) or not all(isinstance(p, str) for p in given):
+            raise ValueError(f"allow has {given!r} for {code}: {form}")
+        patterns += [(code, p) for p in ((given,) if isinstance(given, str) else given)]
+    return patterns
 
 
 def make_finding(code: str, path: str, message: str, help: str = "", context: str = "") -> Finding:

@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 from flax import nnx
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from . import _lockfile
-from ._leaf import Leaf, Opinion
+from ._leaf import Leaf, Left, Opinion
 from ._mesh import AnyMesh, show_mesh
 from ._model import Model, abstract_model, leaves_of
 from ._optimizer import optimizer_leaves
@@ -188,8 +188,18 @@ class Layout:
         note = f"; {wrong} with errors, counted whole: see sw.check" if wrong else ""
         return (
             f"{count(len(self.leaves), 'leaf', 'leaves')} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
-            f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}"
+            f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}{self._left()}"
         )
+
+    def _left(self) -> str:
+        """Returns what a strategy was to split and did not, and why, in a clause."""
+        told = []
+        for why in get_args(Left):
+            left = [leaf for leaf in self.leaves if leaf.left == why]
+            if why and left:
+                size = show_bytes(sum(leaf.held_bytes for leaf in left))
+                told.append(f"{count(len(left), f'{why} leaf', f'{why} leaves')} ({size})")
+        return f"; not split: {', '.join(told)}" if told else ""
 
     @functools.cached_property
     def _by_path(self) -> dict[str, Leaf]:
@@ -333,7 +343,10 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
     said = dataclasses.replace(said, source=source)
     trail = (*leaf.trail, said)
     if said.spec is None:
-        return dataclasses.replace(leaf, trail=trail)
+        # While nobody has decided, why the last one did not is the best reason there is.
+        undecided = said.reason and all(opinion.spec is None for opinion in leaf.trail)
+        reason = f"{source}: {said.reason}" if undecided else leaf.reason
+        return dataclasses.replace(leaf, reason=reason, trail=trail, left=said.left or leaf.left)
     reason = f"{source}: {said.reason}" if said.reason else source
     if said.refines and leaf.spec != P():
         reason = f"{leaf.reason}; then {reason}"
@@ -345,6 +358,7 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
         trail=trail,
         gathered=kept | said.gathered,
         meant=said.meant,
+        left=said.left,
     )
 
 

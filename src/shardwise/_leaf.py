@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
 from ._spec import Fault, faults, shard_shape, show_spec, ways
+
+# Why a strategy did not split a leaf that it was to split.
+Left = Literal["", "small", "indivisible"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class Opinion:
         gathered: axes along which the leaf is only stored in parts and gathered before
             use (FSDP), so that its neighbours need not match it.
         clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
+        left: why a strategy did not split a leaf that it was to split: it is `small`, or
+            `indivisible`; empty otherwise.
     """
 
     spec: P | None
@@ -37,6 +42,7 @@ class Opinion:
     meant: bool = False
     gathered: frozenset[str] = frozenset()
     clashes: tuple[tuple[str, P], ...] = ()
+    left: Left = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class Leaf:
         trail: every rule's opinion, in order.
         gathered: axes that FSDP put there.
         meant: it was left whole on purpose.
+        left: why a strategy did not split it: `small`, `indivisible`, or empty.
     """
 
     path: str
@@ -66,12 +73,13 @@ class Leaf:
     kind: str
     sizes: Mapping[str, int]
     spec: P = P()
-    reason: str = "no rule: whole on every device"
+    reason: str = "no rule: replicated on every device"
     names: tuple[Any, ...] | None = None
     stacked: tuple[int, ...] = ()
     trail: tuple[Opinion, ...] = ()
     gathered: frozenset[str] = frozenset()
     meant: bool = False
+    left: Left = ""
 
     @property
     def ndim(self) -> int:
@@ -116,7 +124,7 @@ class Leaf:
 
     @property
     def held_bytes(self) -> int:
-        """The same; of a leaf whose spec has faults all of it, since so it would lie."""
+        """The same; of a leaf whose spec has faults, all of it: that is how it would be placed."""
         return self.bytes if self.faults else self.shard_bytes
 
     @property

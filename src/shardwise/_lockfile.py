@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from ._files import write_whole
-from ._leaf import Leaf, Opinion
+from ._leaf import Leaf, Left, Opinion
 from ._mesh import AnyMesh, mesh_types
 from ._model import show_path, split_path
 from ._spec import parse_spec, show_spec
@@ -101,6 +101,8 @@ def _row(leaf: Leaf) -> dict[str, Any]:
             row["clashes"] = [[p, show_spec(spec)] for p, spec in deciders[-1].clashes]
     if leaf.meant:
         row["meant"] = True
+    if leaf.left:
+        row["left"] = leaf.left
     if leaf.gathered:
         row["gathered"] = sorted(leaf.gathered)
     if leaf.stacked:
@@ -127,9 +129,16 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         names=tuple(parse_spec(row["names"])) if "names" in row else None,
         trail=trail,
         meant=bool(row.get("meant", False)),
+        left=_left(row.get("left", "")),
         gathered=frozenset(row.get("gathered", ())),
         stacked=tuple(row.get("stacked", ())),
     )
+
+
+def _left(why: Any) -> Left:
+    if why not in get_args(Left):
+        raise ValueError(f"left {why!r} is not known")
+    return why
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def optimizer_leaves(
             how = "the same shape" if leaf.shape == owner.shape else "its dims matched by size"
         spec = specs[0] if specs else P()
         if not specs:
-            how = "no dim is known to match, so it is whole on every device"
+            how = "no dim is known to match, so it is replicated on every device"
         reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
         same = leaf.shape == owner.shape
         found.append(
@@ -68,6 +68,7 @@ def optimizer_leaves(
                 reason=reason,
                 gathered=owner.gathered,
                 meant=owner.meant,
+                left=owner.left,
                 names=owner.names if same else None,
                 stacked=owner.stacked if same else (),
             )

@@ -94,7 +94,7 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
 
 
 def replicate() -> Rule:
-    """Returns a rule that leaves every leaf whole on every device, on purpose.
+    """Returns a rule that replicates every leaf on every device, on purpose.
 
     Example:
         >>> import shardwise as sw
@@ -107,7 +107,7 @@ def replicate() -> Rule:
 
 
 def _replicate(leaf: Leaf) -> Opinion:
-    return Opinion(P(), "whole on every device, as asked", meant=True)
+    return Opinion(P(), "replicated on every device, as asked", meant=True)
 
 
 _replicate.__name__ = "replicate"

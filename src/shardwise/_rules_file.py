@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import tomllib
@@ -10,9 +11,10 @@ from typing import Any
 
 from ._rules import Logical
 from ._spec import parse_spec
+from ._words import BYTES_FORM, parse_bytes
 
 _FORM = (
-    'it may hold strategy = "fsdp", a table [logical] with mlp = "model" or embed = [], and '
+    'it may hold strategy = "fsdp" with min_bytes = "64KiB", a table [logical] with mlp = "model" or embed = [], and '
     'tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
 )
 
@@ -25,11 +27,13 @@ class RulesFile:
         rules: dicts of path patterns, in order.
         logical: where names go.
         strategy: a strategy's name, or None.
+        min_bytes: what that strategy's fsdp splits from, or None for its own choice.
     """
 
     rules: list[Any]
     logical: Logical
     strategy: str | None
+    min_bytes: int | None = None
 
 
 def read_rules(path: str | os.PathLike[str]) -> RulesFile:
@@ -44,7 +48,7 @@ def read_rules(path: str | os.PathLike[str]) -> RulesFile:
         raise ValueError(f"the rules {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"the rules {path} are not TOML: {error}") from error
-    unknown = [key for key in data if key not in ("strategy", "logical", "rules")]
+    unknown = [key for key in data if key not in ("strategy", "min_bytes", "logical", "rules")]
     if unknown:
         raise ValueError(f"the rules {path} have {unknown[0]!r}, which means nothing: {_FORM}")
     strategy, logical, tables = data.get("strategy"), data.get("logical", {}), data.get("rules", [])
@@ -67,4 +71,13 @@ def read_rules(path: str | os.PathLike[str]) -> RulesFile:
                     f"write the spec as a string, such as \"P(None, 'model')\""
                 )
         rules.append({pattern: parse_spec(spec) for pattern, spec in table.items()})
-    return RulesFile(rules, logical, strategy)
+    return RulesFile(rules, logical, strategy, _min_bytes(path, data.get("min_bytes")))
+
+
+def _min_bytes(path: str | os.PathLike[str], given: Any) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, str | int) and not isinstance(given, bool):
+        with contextlib.suppress(ValueError):
+            return parse_bytes(str(given))
+    raise ValueError(f"the rules {path} have min_bytes = {given!r}: {BYTES_FORM}")
