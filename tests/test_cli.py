@@ -284,12 +284,6 @@ def test_wrong_allowances(run, allow, message):
     assert (status, out) == (2, "") and err.startswith(f"shardwise: {message}")
 
 
-def test_a_layout_that_cannot_be_saved(run):
-    status, out, err = run("plan", "mlp.py:make", *MESH, "--save", "no/layout.json")
-    told = "the layout cannot be written to no/layout.json: No such file or directory"
-    assert (status, err) == (2, f"shardwise: {told}\n") and "4 leaves on data=2,model=4" in out
-
-
 # --- in a process of its own ----------------------------------------------------------------------
 
 

@@ -355,11 +355,10 @@ def test_a_loss_that_fails_is_told_by_the_user_s_own_line(run, folder, on):
 
 @pytest.mark.parametrize("command", ["compile", "plan"])
 def test_a_file_that_cannot_be_made_is_one_line_too(run, command):
-    """Not even root can, but only trying shows it: the result is printed all the same."""
+    """Not even root can, but only trying shows it; nothing is printed that looks like success."""
     status, out, err = run(command, *STEP[1:], "--on", "cpu:4", "--save", "/proc/step.json")
-    assert status == 2
+    assert (status, out) == (2, "")
     assert re.fullmatch(r"shardwise: .*cannot be written.*: [\w ]+\n", err)
-    assert "4 devices" in out or os.getuid() != 0
 
 
 def plain_environment(folder):
@@ -404,7 +403,8 @@ def test_killed_in_the_middle_nothing_is_left(folder, number):
         time.sleep(0.02)
     assert workers
     process.send_signal(number)
-    assert process.communicate(timeout=30) == ("", "")
+    word = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}[number]
+    assert process.communicate(timeout=30) == ("", f"shardwise: {word}\n")
     assert process.returncode == 128 + number
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     assert list((folder / "tmp").glob("shardwise-*")) == []

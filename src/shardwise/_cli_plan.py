@@ -109,11 +109,12 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Lays a model out and shows it."""
+    require_writable(save, inputs=(target, rules))
     if compile:
         require_devices(on)
-        require_writable(save)
     found, made = lay_out(target, mesh, on, strategy, rules, inputs, batch, remat)
     known = plan_target(target, found, made, inputs, compile=compile)
+    save_to(save, made)  # before anything is printed: whoever reads that may leave early
     if explain is not None:
         _explain(made, explain, format)
     elif format is Format.json:
@@ -122,7 +123,6 @@ def plan(
         _show_plan(known, tree)
         if compile and known.compiled is None:
             tell("\nnot compiled: the layout has errors")
-    save_to(save, made)
     raise typer.Exit(0 if known.usable else 1)
 
 
@@ -180,7 +180,7 @@ def check(
     findings = check_layout(made, allow=allowed)
     match format:
         case CheckFormat.json:
-            typer.echo(findings.to_json())
+            tell(findings.to_json())
         case CheckFormat.concise:
             for finding in findings:
                 tell(finding.concise)

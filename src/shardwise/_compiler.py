@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, Mesh
 from ._chips import Target
 from ._compile_worker import arranged, compiled, memory_stats, topology_devices
 from ._compilers import require_compiler
+from ._ending import undone
 from ._gpu_target import target_config
 from ._terminal import working
 
@@ -116,7 +117,10 @@ def compile_absent(
     place = cache_folder() / key.hexdigest()[:32]
     with contextlib.suppress(OSError, ValueError, KeyError):
         return _read(place)
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-") as name,
+        undone(lambda: shutil.rmtree(name, ignore_errors=True)),
+    ):
         folder = Path(name)
         (folder / "module").write_bytes(module)
         (folder / "request.json").write_text(
@@ -202,7 +206,8 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            code = process.wait()
+            with undone(process.kill):
+                code = process.wait()
         finally:
             if process.poll() is None:
                 process.kill()
@@ -254,7 +259,10 @@ def _write(place: Path, program: Program) -> None:
     """Keeps a program; two processes that keep the same one do not meet."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent, prefix=".new-") as name:
+        with (
+            tempfile.TemporaryDirectory(dir=place.parent, prefix=".new-") as name,
+            undone(lambda: shutil.rmtree(name, ignore_errors=True)),
+        ):
             new = Path(name, "entry")
             new.mkdir()
             packed = gzip.compress(program.hlo.encode(), compresslevel=3)

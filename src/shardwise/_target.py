@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import importlib.util
@@ -10,6 +11,7 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ._recipe import Recipe
+
+_FORM = "write path/to/file.py:name or package.module:name"
 
 
 def load_target(target: str) -> Any:
@@ -43,11 +47,11 @@ def load_name(target: str) -> Any:
     """
     place, colon, name = target.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(
-            f"target {target!r} does not name a factory: "
-            f"write path/to/file.py:name or package.module:name"
-        )
-    module = _load_file(place) if place.endswith(".py") else _load_module(place)
+        raise ValueError(f"target {target!r} does not name a factory: {_FORM}")
+    if ".py:" in place:
+        raise ValueError(f"target {target!r} has two names after its file: {_FORM}")
+    with contained(f"importing {place}"):
+        module = _load_file(place) if place.endswith(".py") else _load_module(place)
     found: Any = module
     for step in name.split("."):
         try:
@@ -55,9 +59,49 @@ def load_name(target: str) -> Any:
         except AttributeError:
             names = [n for n in dir(found) if not n.startswith("_") and _is_target(found, n)]
             near = difflib.get_close_matches(step, names, n=3) or names[:5]
-            hint = f"; it has {', '.join(near)}" if near else ""
+            hint = f"; it has {', '.join(near)}" if near else "; it defines no such names"
             raise ValueError(f"target {target!r}: {place} has no {step!r}{hint}") from None
     return found
+
+
+@contextlib.contextmanager
+def contained(what: str) -> Iterator[None]:
+    """While entered, the user's code cannot end the process, move it elsewhere, or go on twice.
+
+    Args:
+        what: is done, for the error: `importing model.py`.
+
+    Raises:
+        ValueError: it called `sys.exit` or `os._exit`.
+    """
+    process, folder, leave = os.getpid(), os.getcwd(), os._exit
+
+    def refuse(status: int) -> None:
+        if os.getpid() != process:  # a child of its own may end as it likes
+            leave(status)
+        raise _Left(status)
+
+    os._exit = refuse  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    except (_Left, SystemExit) as error:
+        call = "os._exit" if isinstance(error, _Left) else "sys.exit"
+        raise ValueError(
+            f"{what} called {call}({error.args[0] if error.args else ''})"
+            f"{last_frame(error)}, which would end shardwise: leave it out, or put it under "
+            f'if __name__ == "__main__"'
+        ) from error
+    finally:
+        os._exit = leave
+        if os.getpid() != process:  # the target has forked: one of two is enough
+            leave(0)
+        # Paths on the command line are relative to where it was started.
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+
+
+class _Left(BaseException):
+    """`os._exit` was called."""
 
 
 def _is_target(place: Any, name: str) -> bool:
@@ -98,6 +142,8 @@ def last_frame(error: BaseException) -> str:
 
 def _load_file(place: str) -> ModuleType:
     path = Path(place)
+    if path.is_dir():
+        raise ValueError(f"target file {place} is a folder: {_FORM}")
     if not path.is_file():
         raise ValueError(f"target file {place} does not exist")
     folder = str(path.resolve().parent)
@@ -109,12 +155,14 @@ def _load_file(place: str) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise ValueError(_failed(place, error)) from error
     return module
 
 
 def _load_module(place: str) -> ModuleType:
+    if not all(step.isidentifier() for step in place.split(".")):
+        raise ValueError(f"target module {place!r} is not the name of a module: {_FORM}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -126,7 +174,7 @@ def _load_module(place: str) -> ModuleType:
                 f"installed packages); a file is named as path/to/file.py:name"
             ) from error
         raise ValueError(_failed(place, error)) from error
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise ValueError(_failed(place, error)) from error
 
 
