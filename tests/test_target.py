@@ -99,3 +99,77 @@ def test_a_target_that_leaves_is_told_in_a_process_too():
         2,
         "",
     ) and "os._exit(7), at leaves.py:2" in done.stderr
+
+
+CALLED = """
+from flax import nnx
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, batch, *, scale=None):
+        x = batch["x"] if isinstance(batch, dict) else batch
+        return self.down(nnx.relu(self.up(x)))
+
+def make():
+    return Model(nnx.Rngs(0))
+"""
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        "float32[8,16]",
+        "batch=float32[8,16]",
+        "batch=float32[8,16]; scale=float32[]",
+        '{"x": "float32[8,16]", "y": "int32[8]"}',
+        'batch={"x": "float32[8,16]"}',
+    ],
+)
+def test_inputs_may_have_names_and_be_dicts(run, folder, inputs):
+    (folder / "called.py").write_text(CALLED)
+    sys.modules.pop("called", None)
+    options = ("--mesh", "data=2,model=4", "--strategy", "tensor", "--inputs", inputs)
+    status, out, err = run("plan", "called.py:make", *options, "--explain", "up.kernel")
+    assert (status, err) == (0, "") and "traced as one dim of 32" in out
+    status, out, err = run("compile", "called.py:make", *options, "--on", "cpu:8")
+    assert (status, err) == (0, "") and out.startswith("needs ")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (
+            "x=float32[8];int32[8]",
+            "has some arguments with names and some without: name all or none",
+        ),
+        ("x=int32[8];x=int32[8]", "names an argument twice: give each once"),
+        ("int32[0,64]", "has 'int32[0,64]': a size must be at least 1"),
+        ("int32[9999999999999]", "has 'int32[9999999999999]': no array is that large"),
+        ('{"x": 3}', "has 3: write dtype[shape], "),
+        ('{"x": ', "is not JSON: Expecting value"),
+        ("{}", "has {}: write dtype[shape], "),
+        ("", "has '': write dtype[shape], "),
+    ],
+)
+def test_inputs_that_are_wrong(run, folder, inputs, told):
+    (folder / "called.py").write_text(CALLED)
+    status, out, err = run("plan", "called.py:make", *MESH, "--inputs", inputs)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"shardwise: --inputs {inputs!r} {told}")
+
+
+def test_demo_says_nothing_of_accelerators_that_are_not_here(folder):
+    """The compilers for absent chips are installed: JAX must not look for chips."""
+    names = ("JAX_PLATFORMS", "XLA_FLAGS")
+    plain = {name: text for name, text in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "demo", "--steps", "4"],
+        env={**plain, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert all(line.startswith(("step ", "resumed ")) for line in done.stderr.splitlines())

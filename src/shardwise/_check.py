@@ -13,6 +13,7 @@ from ._leaf import Leaf
 from ._mesh import show_mesh
 from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
 from ._table import show_bytes
+from ._words import either
 
 REPLICATED_BYTES = 2**20
 
@@ -129,7 +130,8 @@ def _replicated(
         f"{100 * leaf.bytes / total:.1f}% of the model's {show_bytes(total)}, and "
         f"{show_bytes(leaf.bytes * (devices - 1))} of copies",
         f"{show_spec(spec)} would leave {show_bytes(left)} on each; "
-        f"allow={{'SW105': {leaf.path!r}}} if whole is meant",
+        + either(f"allow={{'SW105': {leaf.path!r}}}", f"--allow SW105:{leaf.path}")
+        + " if whole is meant",
         f"{context}  ({leaf.reason})",
     )
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from typing import Any
 
-from . import _cli_compile, _cli_learn, _cli_plan, _cli_report, _cli_run
+from . import _cli_compile, _cli_explain, _cli_learn, _cli_plan, _cli_report, _cli_run
 from ._cli_options import app
 from ._terminal import UnwritableError, released_stdout, stdout
+from ._words import shell_words
 
-__all__ = ["_cli_compile", "_cli_learn", "_cli_plan", "_cli_report", "_cli_run", "app", "main"]
+__all__ = [
+    "_cli_compile",
+    "_cli_explain",
+    "_cli_learn",
+    "_cli_plan",
+    "_cli_report",
+    "_cli_run",
+    "app",
+    "main",
+]
 
 
 def main() -> None:
@@ -24,6 +35,11 @@ def run() -> int:
     """Returns the exit status; every failure is one sentence on stderr and status 2."""
     if len(sys.argv) == 1:
         sys.argv.append("--help")
+    with shell_words():
+        return _run()
+
+
+def _run() -> int:
     try:
         status = app(standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -50,10 +66,23 @@ def _close_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout().fileno())
 
 
+def _example(error: Any) -> str:
+    """Returns the first example of the help of the command that an error is about."""
+    lines = error.ctx.command.help.partition("\n  shardwise ")[2].splitlines()
+    example = [lines[0]]
+    for line in lines[1:]:
+        if not example[-1].endswith("\\"):
+            break
+        example.append(line.strip())
+    return "shardwise " + " ".join(line.removesuffix("\\").strip() for line in example)
+
+
 def _sentence(error: Exception) -> str:
     # Typer's own errors (a wrong option, a missing argument) carry a ready message.
     ready = getattr(error, "format_message", None)
     text = str(ready() if callable(ready) else error)
+    if type(error).__name__ == "MissingParameter":
+        text = f"{text.rstrip('.')}: for example, {_example(error)}"
     if ready is None:
         from ._target import last_frame
 

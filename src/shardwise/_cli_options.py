@@ -117,8 +117,9 @@ InputsOption = Annotated[
     typer.Option(
         "--inputs",
         metavar="SHAPES",
-        help="What the model is called with, such as int32[8,128], several joined by ; "
-        "the tensor strategy then traces the forward pass instead of guessing.",
+        help="What the model is called with, such as int32[8,128], several joined by ; with names "
+        'as in tokens=int32[8,128], or a dict as {"x": "float32[8,16]"}; the tensor strategy '
+        "then traces the forward pass instead of guessing.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -236,11 +237,7 @@ def _make_mesh(mesh: str, on: str) -> Any:
         # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
         with captured_stderr():
             return make_mesh(mesh)
-    try:
-        return make_mesh(mesh, on=on)
-    except ValueError as error:
-        # A shell has a word for what is None in Python.
-        raise ValueError(str(error).replace("use None (the", "use here (the")) from error
+    return make_mesh(mesh, on=on)
 
 
 def _require_policy(remat: str) -> None:

@@ -32,6 +32,7 @@ from ._cli_options import (
 from ._terminal import tell, tell_json
 
 if TYPE_CHECKING:
+    from ._findings import Findings
     from ._layout import Layout
     from ._plan import Plan
 
@@ -129,7 +130,7 @@ def plan(
 @command(
     help=f"""Check a layout: every problem at once, with its code, path, numbers and help.
 
-Each code, such as SW104, has its page in docs/codes.
+shardwise explain SW104 prints the page of a code.
 
 {TARGETS}
 
@@ -189,7 +190,13 @@ def check(
                 tell(finding.github)
         case CheckFormat.text:
             tell(str(findings))
+            _cite(findings)
     raise typer.Exit(1 if findings else 0)
+
+
+def _cite(findings: Findings) -> None:
+    if findings:
+        tell(f"shardwise explain {findings[0].code} says what it is about, and what to do")
 
 
 def _parse_allow(given: list[str]) -> dict[str, list[str]]:
@@ -217,6 +224,7 @@ def _show_plan(known: Plan, tree: bool) -> None:
     tell(tree_text(made) if tree else str(made))
     if findings:
         tell(f"\n{findings}")
+        _cite(findings)
     if compiled is not None:
         tell(f"\n{compiled.details}")
 

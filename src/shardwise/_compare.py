@@ -9,7 +9,7 @@ from typing import Any, overload
 from ._compiled import Compiled
 from ._diff import LayoutDiff, diff_layouts
 from ._layout import Layout
-from ._table import show_bytes
+from ._table import show_bytes, show_flops
 from ._traffic import Collective
 
 
@@ -47,7 +47,7 @@ class CompiledDiff:
             step = f"{'+' if new >= old else '-'}{show_bytes(abs(new - old))}"
             lines.append(f"{name} {show_bytes(old)} -> {show_bytes(new)} ({step}, compiled)")
         if self.flops[0] != self.flops[1]:
-            lines.append(f"flops {self.flops[0]:.3g} -> {self.flops[1]:.3g} (compiled)")
+            lines.append(f"{show_flops(self.flops[0])} -> {show_flops(self.flops[1])} (compiled)")
         lines += [f"- {_show(row, count)}" for row, count in self.removed]
         lines += [f"+ {_show(row, count)}" for row, count in self.added]
         lines += [f"+ finding {text}" for text in self.findings[0]]

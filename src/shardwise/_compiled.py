@@ -14,7 +14,7 @@ from ._files import write_whole
 from ._findings import Finding, Findings
 from ._layout import Layout
 from ._source import Source
-from ._table import show_bytes, show_devices, text_table
+from ._table import show_bytes, show_devices, show_flops, text_table
 from ._traffic import Collective, by_axis
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class Compiled:
             parts.append("no collectives")
         if self.flops:
             parts.append(
-                f"{self.flops:.3g} flops and {show_bytes(self.bytes_accessed)} of memory traffic "
+                f"{show_flops(self.flops)} and {show_bytes(self.bytes_accessed)} of memory traffic "
                 f"on each device in a step (compiled)"
             )
         parts.append(str(self.findings) if self.findings else self.findings.summary)

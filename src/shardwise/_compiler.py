@@ -29,6 +29,7 @@ from ._compilers import require_compiler
 from ._ending import undone
 from ._gpu_target import target_config
 from ._terminal import working
+from ._words import option
 
 _WORKER = Path(__file__).with_name("_compile_worker.py")
 _MOST_CACHED = 200
@@ -183,7 +184,7 @@ def absent_mesh(target: Target, mesh: AbstractMesh) -> Mesh:
             ordered = arranged(devices, list(mesh.shape.values()))
         except Exception as error:
             raise CompileError(
-                f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} "
+                f"{option('on', str(target))} is not a topology that the compiler of {target.chip.name} "
                 f"knows: {_first(error)}"
             ) from error
     del noise
@@ -221,7 +222,7 @@ def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[
     result = json.loads(path.read_text()) if path.exists() else {}
     if "topology_error" in result and target is not None:
         raise CompileError(
-            f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} knows: "
+            f"{option('on', str(target))} is not a topology that the compiler of {target.chip.name} knows: "
             f"{_first(result['topology_error'])}"
         )
     if "error" in result and "RESOURCE_EXHAUSTED" not in result["error"]:
@@ -230,7 +231,9 @@ def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[
         fatal = [line for line in noise.splitlines() if "Check failed" in line or "Error" in line]
         why = fatal[0].partition("] ")[2] or fatal[0] if fatal else noise.strip()[-300:]
         ended = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
-        raise CompileError(f"the compiler for on={str(target)!r} {ended}: {why or 'no word'}")
+        raise CompileError(
+            f"the compiler for {option('on', str(target))} {ended}: {why or 'no word'}"
+        )
     return result
 
 

@@ -11,8 +11,7 @@ from flax import nnx
 from ._leaf import Leaf
 from ._model import AbstractModel, Keys
 from ._spec import padded
-
-_GUESS = "guessed from module types and widths (give layout inputs= to trace it)"
+from ._words import either
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,11 +52,16 @@ def guess_pairs(
         why = _refuse(guess, leaves, placed, axis, ways)
         for index, dim in placed.items():
             if why is None:
-                found[index] = Split(dim, f"dim {dim}, {guess.what}; {_GUESS}")
+                found[index] = Split(dim, f"dim {dim}, {guess.what}; {_guessed()}")
             elif index not in found:
-                found[index] = Split(None, f"left alone: {why}; {_GUESS}")
-    undecided = f"left alone: its module's type and widths do not tell its part; {_GUESS}"
+                found[index] = Split(None, f"left alone: {why}; {_guessed()}")
+    undecided = f"left alone: its module's type and widths do not tell its part; {_guessed()}"
     return {i: found.get(i, Split(None, undecided)) for i in range(len(leaves))}
+
+
+def _guessed() -> str:
+    how = either("give layout inputs= to trace it", "give --inputs to trace it")
+    return f"guessed from module types and widths ({how})"
 
 
 def _refuse(

@@ -24,7 +24,7 @@ from ._rules import Logical, Patterns, Rules, Scene, from_annotations
 from ._spec import require_spec, show_spec
 from ._strategies import flatten_rules
 from ._table import HEADER, leaf_rows, show_bytes, show_devices, show_shape, text_table
-from ._words import count
+from ._words import count, either
 
 if TYPE_CHECKING:
     from ._report import Report
@@ -203,7 +203,7 @@ class Layout:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
                 f"the layout has no shardings, because {count(len(wrong), 'spec')} cannot be applied: "
-                f"{told}{more}; sw.check(layout) says what would work"
+                f"{told}{more}; {either('sw.check(layout)', 'shardwise check')} says what would work"
             )
         return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
 
@@ -387,7 +387,8 @@ def _flow(abstract: AbstractModel, mesh: AnyMesh, inputs: Any) -> Flow | None:
         shown = iter([f"{x.dtype}{list(x.shape)}" for x in arrays])
         told = [next(shown) if yes else x for x, yes in zip(flat, is_array, strict=True)]
         raise ValueError(
-            f"the model cannot be called with inputs={jax.tree.unflatten(treedef, told)}: "
+            f"the model cannot be called with {either('inputs=', '--inputs ')}"
+            f"{jax.tree.unflatten(treedef, told)}: "
             f"{type(error).__name__}: {error}"
         ) from error
     return follow(closed, len(jax.tree.leaves(abstract.state)))

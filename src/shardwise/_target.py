@@ -6,6 +6,8 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
+import json
+import math
 import os
 import re
 import sys
@@ -109,26 +111,71 @@ def _is_target(place: Any, name: str) -> bool:
     return callable(found) or isinstance(found, Recipe | nnx.Module)
 
 
-def parse_inputs(text: str) -> tuple[jax.ShapeDtypeStruct, ...]:
+_SHAPES = (
+    "write dtype[shape], such as int32[8,128], several joined by ;, with names as in "
+    'tokens=int32[8,128], or an argument that is a dict as {"x": "float32[8,16]"}'
+)
+
+
+def parse_inputs(text: str) -> tuple[Any, ...] | dict[str, Any]:
     """Returns the inputs written as `int32[8,128]`, several joined by `;`.
+
+    With names (`tokens=int32[8,128]`) they are keyword arguments; an argument written as JSON is a
+    dict or a list of them.
 
     Raises:
         ValueError: it is not of that form.
     """
-    found = []
+    found: list[tuple[str, Any]] = []
     for part in text.split(";"):
-        match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*)?)\]\s*", part)
+        named = re.match(r"\s*([A-Za-z_]\w*)\s*=(.*)", part, re.DOTALL)
+        name, written = (named[1], named[2]) if named else ("", part)
+        found.append((name, _parse_input(written.strip(), text)))
+    names = [name for name, _ in found]
+    if not any(names):
+        return tuple(value for _, value in found)
+    if not all(names):
+        raise ValueError(
+            f"--inputs {text!r} has some arguments with names and some without: name all or none"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"--inputs {text!r} names an argument twice: give each once")
+    return dict(found)
+
+
+def _parse_input(written: str, text: str) -> Any:
+    if written[:1] in ("{", "["):
         try:
-            assert match is not None
-            dtype = jnp.dtype(match[1])
-        except (AssertionError, TypeError):
-            raise ValueError(
-                f"inputs {text!r} have {part.strip()!r}: write dtype[shape], such as int32[8,128], "
-                f"several joined by ;"
-            ) from None
-        shape = tuple(int(size) for size in match[2].split(",") if size.strip())
-        found.append(jax.ShapeDtypeStruct(shape, dtype))
-    return tuple(found)
+            tree = json.loads(written)
+        except ValueError as error:
+            raise ValueError(f"--inputs {text!r} is not JSON: {error}") from None
+        return _parse_tree(tree, text)
+    return _parse_array(written, text)
+
+
+def _parse_tree(tree: Any, text: str) -> Any:
+    if isinstance(tree, dict) and tree:
+        return {name: _parse_tree(value, text) for name, value in tree.items()}
+    if isinstance(tree, list) and tree:
+        return [_parse_tree(value, text) for value in tree]
+    if isinstance(tree, str):
+        return _parse_array(tree, text)
+    raise ValueError(f"--inputs {text!r} has {tree!r}: {_SHAPES}")
+
+
+def _parse_array(written: str, text: str) -> jax.ShapeDtypeStruct:
+    match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*)?)\]\s*", written, re.ASCII)
+    try:
+        assert match is not None
+        dtype = jnp.dtype(match[1])
+    except (AssertionError, TypeError):
+        raise ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}") from None
+    sizes = [size.strip() for size in match[2].split(",") if size.strip()]
+    if any(len(size) > 12 for size in sizes) or math.prod(map(int, sizes)) >= 2**53:
+        raise ValueError(f"--inputs {text!r} has {written.strip()!r}: no array is that large")
+    if 0 in map(int, sizes):
+        raise ValueError(f"--inputs {text!r} has {written.strip()!r}: a size must be at least 1")
+    return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
 
 
 def last_frame(error: BaseException) -> str:

@@ -50,7 +50,7 @@ function showTraffic(element, side) {
   const told = rows.length
     ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled)`
     : "The compiled step has no collectives.";
-  const work = `${Number(side.compiled.flops.toPrecision(3)).toExponential()} flops and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)`;
+  const work = `${showFlops(side.compiled.flops)} and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)`;
   const place = make("div", {});
   const tabs = Object.keys(TRAFFIC_VIEWS).map((name) => make("button", {
     type: "button", role: "tab", id: `traffic-${name.replace(" ", "-")}`, onclick: () => show(name),
