@@ -98,6 +98,11 @@ def planned(layout, summary="no findings"):
     return f"{summary}: each of 8 devices holds {held} (exact)\n\n{layout}\n"
 
 
+def cited(findings):
+    told = "says what it is about, and what to do"
+    return f"\nshardwise explain {findings[0].code} {told}" if findings else ""
+
+
 def mlp():
     import mlp
 
@@ -187,7 +192,7 @@ def test_check_in_every_format(run, form, rules, found):
     status, out, err = run("check", "mlp.py:make", *MESH, "--rules", rules, "--format", form)
     findings = sw.check(lay(mlp().make, read_rules(rules).rules))
     wanted = {
-        "text": str(findings),
+        "text": f"{findings}{cited(findings)}",
         "concise": "\n".join(finding.concise for finding in findings),
         "github": "\n".join(finding.github for finding in findings),
         "json": findings.to_json(),
@@ -220,7 +225,7 @@ def test_help_has_examples_and_the_exit_status(run, command):
 
 FORM = 'it may hold strategy = "fsdp", a table [logical] with mlp = "model" or embed = [], and tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
 NAMES = "write path/to/file.py:name or package.module:name"
-SHAPES = "write dtype[shape], such as int32[8,128], several joined by ;"
+SHAPES = 'write dtype[shape], such as int32[8,128], several joined by ;, with names as in tokens=int32[8,128], or an argument that is a dict as {"x": "float32[8,16]"}'
 SPEC = "write the spec as a string, such as \"P(None, 'model')\""
 # fmt: off
 # arguments after `plan`, and the sentence; a sentence of the parser's own is known by its start
@@ -242,8 +247,8 @@ ERRORS = {
     "factory's error": (("mlp.py:breaks", *MESH), "KeyError: 'config.width', at mlp.py:28"),
     "factory's argument": (("mlp.py:needs", *MESH), "the model's factory 'needs' needs the argument 'config': give a function of no arguments, such as lambda: Model(config, rngs=...)"),
     "factory's return": (("mlp.py:number", *MESH), "the model's factory returned a int: it must return an nnx.Module"),
-    "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"),
-    "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but on='cpu:6' has 6: what fits 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1"),
+    "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis should be: write axes as data=2,model=4"),
+    "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: what fits 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1"),
     "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "strategy 'zero' is not known: use 'dp', 'fsdp', 'tensor' or several joined by +, such as 'fsdp+tensor'"),
     "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "the rules no.toml cannot be read: No such file or directory"),
     "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "the rules not.toml are not TOML: Invalid value (at end of document)"),
@@ -255,8 +260,8 @@ ERRORS = {
     "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
     "logical": (("mlp.py:make", *MESH, "--rules", "axis.toml"), "logical={'mlp': 3} is not an axis: give an axis name, a tuple of them, or None"),
     "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp and the rules' strategy 'fsdp': give one"),
-    "inputs": (("mlp.py:make", *MESH, "--inputs", "int32[8];f32"), f"inputs 'int32[8];f32' have 'f32': {SHAPES}"),
-    "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), f"inputs 'int33[8]' have 'int33[8]': {SHAPES}"),
+    "inputs": (("mlp.py:make", *MESH, "--inputs", "int32[8];f32"), f"--inputs 'int32[8];f32' has 'f32': {SHAPES}"),
+    "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), f"--inputs 'int33[8]' has 'int33[8]': {SHAPES}"),
     "inputs' shape": (("mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,15]"), "Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (15,) and (16,) at …"),
     "explain": (("mlp.py:make", *MESH, "--explain", "up.kernal"), "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"),
 }
@@ -276,18 +281,12 @@ def test_what_cannot_run_is_one_sentence(run, case):
     ("allow", "message"),
     [
         ("SW105", "--allow 'SW105': write CODE:PATTERN, such as SW105:embed.**"),
-        ("SW999:**", "allow names 'SW999', which is no code: they are SW101, "),
+        ("SW999:**", "--allow names 'SW999', which is no code: "),
     ],
 )
 def test_wrong_allowances(run, allow, message):
     status, out, err = run("check", "mlp.py:make", *MESH, "--allow", allow)
     assert (status, out) == (2, "") and err.startswith(f"shardwise: {message}")
-
-
-def test_a_layout_that_cannot_be_saved(run):
-    status, out, err = run("plan", "mlp.py:make", *MESH, "--save", "no/layout.json")
-    told = "the layout cannot be written to no/layout.json: No such file or directory"
-    assert (status, err) == (2, f"shardwise: {told}\n") and "4 leaves on data=2,model=4" in out
 
 
 # --- in a process of its own ----------------------------------------------------------------------

@@ -260,17 +260,17 @@ def test_doctor(run):
     [
         (
             (*STEP, "--on", "h300:1x4"),
-            r"on='h300:1x4' names no chip that is known \(near ones: h\d00, h\d00\): use here \(the ",
+            r"--on h300:1x4 names no chip that is known \(near ones: h\d00, h\d00\): use here \(the ",
         ),
-        ((*STEP, "--on", "h100"), "on='h100' does not say how many chips: .*such as 'h100:8x8'"),
-        ((*STEP, "--on", "v5e:2x2x2"), "on='v5e:2x2x2' has 3 sizes, .* v5e has 2"),
+        ((*STEP, "--on", "h100"), "--on h100 does not say how many chips: .*such as 'h100:8x8'"),
+        ((*STEP, "--on", "v5e:2x2x2"), "--on v5e:2x2x2 has 3 sizes, .* v5e has 2"),
         (
             ("compile", "small.py:recipe", "--mesh", "data=3", "--batch", "9", "--on", "v5e:1x3"),
-            "on='v5e:1x3' is not a topology that the compiler of v5e knows: ",
+            "--on v5e:1x3 is not a slice of v5e that exists: nearest are 'v5e:1x1', 'v5e:2x2', 'v5e:2x4'",
         ),
         (
             ("compile", "small.py:recipe", "--mesh", "data=8", *TPU),
-            "mesh data=8 needs 8 devices, but on='v5e:2x2' has 4: what fits 4: data=4",
+            "mesh data=8 needs 8 devices, but --on v5e:2x2 has 4: what fits 4: data=4",
         ),
         (
             ("compile", "qwen3-0.5b", *FSDP, *GPU),
@@ -355,11 +355,10 @@ def test_a_loss_that_fails_is_told_by_the_user_s_own_line(run, folder, on):
 
 @pytest.mark.parametrize("command", ["compile", "plan"])
 def test_a_file_that_cannot_be_made_is_one_line_too(run, command):
-    """Not even root can, but only trying shows it: the result is printed all the same."""
+    """Not even root can, but only trying shows it; nothing is printed that looks like success."""
     status, out, err = run(command, *STEP[1:], "--on", "cpu:4", "--save", "/proc/step.json")
-    assert status == 2
+    assert (status, out) == (2, "")
     assert re.fullmatch(r"shardwise: .*cannot be written.*: [\w ]+\n", err)
-    assert "4 devices" in out or os.getuid() != 0
 
 
 def plain_environment(folder):
@@ -404,7 +403,8 @@ def test_killed_in_the_middle_nothing_is_left(folder, number):
         time.sleep(0.02)
     assert workers
     process.send_signal(number)
-    assert process.communicate(timeout=30) == ("", "")
+    word = {signal.SIGTERM: "terminated", signal.SIGINT: "interrupted"}[number]
+    assert process.communicate(timeout=30) == ("", f"shardwise: {word}\n")
     assert process.returncode == 128 + number
     assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
     assert list((folder / "tmp").glob("shardwise-*")) == []

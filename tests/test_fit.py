@@ -199,7 +199,9 @@ def test_logs_evaluation_and_a_profile(tmp_path, capsys):
             assert value == pytest.approx(row[name], rel=1e-5)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     lines = capsys.readouterr().err.splitlines()
-    told = r"step {}/10  loss \S+  \S+ ms  \S+ samples/s  ETA \d:\d\d  \d+ B/device \(exact\)"
+    told = (
+        r"step {}/10  loss \S+  \S+ (?:s|ms|µs)  \S+ samples/s  ETA \d:\d\d  \d+ B/device \(exact\)"
+    )
     steps = [line for line in lines if "loss" in line and "eval" not in line]
     for number, line in zip((1, 3, 6, 9, 10), steps, strict=True):
         assert re.fullmatch(told.format(number), line), line
@@ -423,7 +425,7 @@ def test_the_bar_of_a_terminal(tmp_path):
     os.close(ours)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
     assert "step 30/30" in text and "compiling" in text and "done" in text
-    for part in (r"loss \d", r"\d ms", r"samples/s", r"B/device \(exact\)", r"ETA \d"):
+    for part in (r"loss \d", r"\d (s|ms|µs) ", r"samples/s", r"B/device \(exact\)", r"ETA \d"):
         assert re.search(part, text), part
     found = rows(tmp_path / "run-logs")
     assert [row["step"] for row in found] == list(range(1, 31))

@@ -1,5 +1,6 @@
 """Meshes by name, and what is said when they do not fit."""
 
+import math
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import shardwise as sw
+from shardwise._chips import parse_target, tpu_slices
 
 
 @pytest.mark.parametrize(
@@ -146,11 +148,41 @@ BAD = {
         {},
         "mesh data=8 needs 8 devices, but on='h200:8x8' has 64: what fits 64: data=64",
     ),
+    "no slice": (
+        ("data=105", "v5p:3x5x7"),
+        {},
+        "on='v5p:3x5x7' is not a slice of v5p that exists: nearest are 'v5p:4x4x8', 'v5p:4x4x12', 'v5p:4x8x8'",
+    ),
+    "slice turned": (
+        ("data=8", "v5e:4x2"),
+        {},
+        "on='v5e:4x2' is not a slice of v5e that exists: nearest are 'v5e:2x2', 'v5e:2x4', 'v5e:4x4'",
+    ),
+    "more than a pod": (
+        ("data=1000000", "v5e:1000x1000"),
+        {},
+        "on='v5e:1000x1000' has 1,000,000 chips, but one slice of v5e has at most 256, and several slices cannot be described: nearest are 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'; 'none' plans for any number of devices",
+    ),
+    "host of nine": (
+        ("data=9", "h100:1x9"),
+        {},
+        "on='h100:1x9' has 9 GPUs in a host, but a host of h100 has at most 8: write hosts x GPUs, such as 'h100:2x8'",
+    ),
+    "too many devices": (
+        ("data=100000000000000000000", "none"),
+        {},
+        "mesh 'data=100000000000000000000' has more than 2,147,483,648 devices, the most there may be",
+    ),
+    "too many GPUs": (
+        ("data=8", "h100:99999999999x8"),
+        {},
+        "on='h100:99999999999x8' names more than 2,147,483,648 devices, the most there may be",
+    ),
     "cpu": (("data=8", "cpu"), {}, "on='cpu' does not say how many CPU devices: write 'cpu:8'"),
     "started": (
         ("data=16", "cpu:16"),
         {},
-        "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8: call sw.mesh, or jax.config.update('jax_num_cpu_devices', 16), before anything else uses JAX",
+        "on='cpu:16' needs 16 CPU devices, but JAX has already started with 8: call sw.mesh, or jax.config.update('jax_num_cpu_devices', 16), before the first line that makes an array or asks for devices, such as nnx.Rngs(0), jnp.ones(2) or jax.devices()",
     ),
     "explicit": (
         ("data=8", None),
@@ -184,7 +216,7 @@ def test_virtual_devices_start_on_demand():
 
 def test_a_backend_that_started_with_one_device():
     done = run("import jax, shardwise as sw; jax.devices(); sw.mesh('data=8', on='cpu:8')")
-    assert "the backend has already started with 1: call sw.mesh" in done.stderr
+    assert "JAX has already started with 1: call sw.mesh" in done.stderr
 
 
 def test_importing_starts_nothing_and_touches_no_environment():
@@ -209,3 +241,13 @@ print('clean')
 """
     )
     assert done.stdout.strip() == "clean", done.stderr
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_every_slice_is_in_order_and_within_a_pod(name):
+    slices = tpu_slices(name)
+    assert len(set(slices)) == len(slices)
+    for sizes in slices:
+        target = parse_target(f"{name}:{'x'.join(map(str, sizes))}")
+        assert target.topology == sizes and math.prod(sizes) <= 9216
+        assert list(sizes) == sorted(sizes) or sizes == (2, 2, 1)

@@ -38,7 +38,8 @@ def test_every_file_of_the_package_is_in_it(wheel):
         if path.is_file() and "__pycache__" not in path.parts
     }
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
-    assert inside == wanted
+    pages = {f"shardwise/codes/{path.name}" for path in (ROOT / "docs" / "codes").iterdir()}
+    assert inside == wanted | pages and "shardwise/codes/SW104.md" in pages
     assert {"shardwise/py.typed", "shardwise/page/main.js", "shardwise/examples/text.txt"} <= inside
 
 
@@ -66,3 +67,12 @@ def test_it_works_from_an_empty_folder(wheel, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert page.stat().st_size > 50_000 and str(page) in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(site), "explain", "SW104"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == (ROOT / "docs" / "codes" / "SW104.md").read_text()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from typing import Any
+
+from ._words import either, option
 
 GIB = 2**30
 
@@ -175,23 +178,91 @@ def parse_target(text: str) -> Target:
         near = difflib.get_close_matches(name.strip().lower(), CHIPS, n=2, cutoff=0.6)
         hint = f" (near ones: {', '.join(near)})" if near else ""
         raise ValueError(
-            f"on={text!r} names no chip that is known{hint}: use None (the devices that are here), "
-            f"'cpu:N', 'none', or one of {', '.join(CHIPS)} with its topology, such as 'v5p:4x8x8'"
+            f"{option('on', text)} names no chip that is known{hint}: use "
+            f"{either('None', 'here')} (the devices that are here), 'cpu:N', 'none', or one of "
+            f"{', '.join(CHIPS)} with its topology, such as 'v5p:4x8x8'"
         )
     like = "x".join("8" if chip.platform == "gpu" else "4" for _ in range(chip.dims))
-    parts = sizes.lower().split("x") if colon else []
-    if not parts or not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
+    parts = [part.strip() for part in sizes.lower().split("x")] if colon else []
+    if not parts or not all(p.isdecimal() and p.isascii() and int(p[:20]) > 0 for p in parts):
         what = "hosts x GPUs" if chip.platform == "gpu" else f"{chip.dims} torus sizes"
         raise ValueError(
-            f"on={text!r} does not say how many chips: "
+            f"{option('on', text)} does not say how many chips: "
             f"{chip.name} takes {what}, such as '{chip.name}:{like}'"
+        )
+    if any(len(part) > 9 for part in parts):
+        raise ValueError(
+            f"{option('on', text)} names more than {MOST_DEVICES:,} devices, the most there may be"
         )
     topology = tuple(int(p) for p in parts)
     if chip.platform == "gpu" and len(topology) == 1:
         topology = (1, *topology)
     if len(topology) != chip.dims:
         raise ValueError(
-            f"on={text!r} has {len(topology)} sizes, but the topology of {chip.name} has "
+            f"{option('on', text)} has {len(topology)} sizes, but the topology of {chip.name} has "
             f"{chip.dims}, such as '{chip.name}:{like}'"
         )
+    _require_topology(chip, topology, text)
     return Target(chip, topology)
+
+
+MOST_DEVICES = 2**31
+_GPUS_PER_HOST = 8
+# Cloud TPU's slices, by its documentation: these, and for a 3D torus every A <= B <= C of whole
+# cubes of 4x4x4 chips, up to the most chips that one job can have.
+_SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_SLICES_3D = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_MOST_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
+
+
+def _require_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
+    """Raises if there are no such machines."""
+    if chip.platform == "gpu":
+        hosts, gpus = topology
+        if gpus > _GPUS_PER_HOST:
+            more = -(-hosts * gpus // _GPUS_PER_HOST)
+            raise ValueError(
+                f"{option('on', text)} has {gpus} GPUs in a host, but a host of {chip.name} has at most "
+                f"{_GPUS_PER_HOST}: write hosts x GPUs, such as '{chip.name}:{more}x{_GPUS_PER_HOST}'"
+            )
+        if hosts * gpus > MOST_DEVICES:
+            raise ValueError(
+                f"{option('on', text)} names more than {MOST_DEVICES:,} devices, the most there may be"
+            )
+        return
+    slices, most = tpu_slices(chip.name), _MOST_CHIPS[chip.name]
+    if topology in slices:
+        return
+    chips = math.prod(topology)
+    near = sorted(slices, key=lambda s: (_distance(s, topology), -math.prod(s)))[:3]
+    shown = ", ".join(f"'{chip.name}:{'x'.join(map(str, s))}'" for s in sorted(near, key=math.prod))
+    if chips > most:
+        raise ValueError(
+            f"{option('on', text)} has {chips:,} chips, but one slice of {chip.name} has at most {most:,}, "
+            f"and several slices cannot be described: nearest are {shown}; 'none' plans for any "
+            f"number of devices"
+        )
+    raise ValueError(
+        f"{option('on', text)} is not a slice of {chip.name} that exists: nearest are {shown}"
+    )
+
+
+@functools.cache
+def tpu_slices(name: str) -> tuple[tuple[int, ...], ...]:
+    """Returns every topology of a TPU that can be had, the smallest first."""
+    if CHIPS[name].dims == 2:
+        return _SLICES_2D
+    most = _MOST_CHIPS[name]
+    cubes = [
+        (a, b, c)
+        for a in range(4, most // 16 + 1, 4)
+        for b in range(a, most // (4 * a) + 1, 4)
+        for c in range(b, most // (a * b) + 1, 4)
+    ]
+    return tuple(sorted([*_SLICES_3D, *cubes], key=lambda s: (math.prod(s), s)))
+
+
+def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """Returns how far apart two topologies are, whatever the order of their sizes."""
+    pairs = zip(sorted(one), sorted(other), strict=True)
+    return sum(abs(math.log(a / b)) for a, b in pairs)

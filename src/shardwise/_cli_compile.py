@@ -89,11 +89,12 @@ def compile_command(
 ) -> None:
     """Compiles a step and says what it costs."""
     require_devices(on)
-    require_writable(save)
+    require_writable(save, inputs=(target, rules))
     found, made = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
     compiled = compile_target(target, found, made, inputs, method)
+    save_to(save, compiled)  # before anything is printed: whoever reads that may leave early
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:
@@ -103,7 +104,6 @@ def compile_command(
         if compiled.memory is not None:
             tell(bar(compiled.memory.parts, compiled.memory.capacity))
         tell(f"\n{compiled.details}")
-    save_to(save, compiled)
     raise typer.Exit(1 if compiled.fits is False else 0)
 
 

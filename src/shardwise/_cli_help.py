@@ -10,7 +10,7 @@ GROUPS = {
     "Plan": ("plan", "check", "compile", "report"),
     "Run": ("train", "checkpoints", "launch"),
     "Learn": ("demo", "learn"),
-    "Look up": ("models", "chips", "doctor"),
+    "Look up": ("explain", "models", "chips", "doctor"),
 }
 MODEL, STEP, OUTPUT = "The model on its mesh", "The step", "Output"
 
@@ -35,8 +35,8 @@ stderr.
 shardwise COMMAND --help has examples of each command. --format json prints what
 docs/reference/json.md describes. NO_COLOR=1 turns colours off.
 
-The docs are in docs/ of the source, docs/index.md first; each code, such as SW104, has its page in
-docs/codes."""
+shardwise explain SW104 prints the page of a finding's code. The docs are in docs/ of the source,
+docs/index.md first."""
 
 
 class Group(typer.core.TyperGroup):

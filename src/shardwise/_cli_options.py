@@ -5,14 +5,10 @@ JAX and Flax are imported by what needs them, not here: help and completion need
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import os
-import re
-import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +16,7 @@ import typer
 
 from ._cli_complete import complete_devices, complete_policy, complete_strategy, complete_target
 from ._cli_help import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
-from ._terminal import working
+from ._terminal import claim_stdout, working
 
 if TYPE_CHECKING:
     from ._compiled import Compiled
@@ -131,8 +127,9 @@ InputsOption = Annotated[
     typer.Option(
         "--inputs",
         metavar="SHAPES",
-        help="What the model is called with, such as int32[8,128], several joined by ; "
-        "the tensor strategy then traces the forward pass instead of guessing.",
+        help="What the model is called with, such as int32[8,128], several joined by ; with names "
+        'as in tokens=int32[8,128], or a dict as {"x": "float32[8,16]"}; the tensor strategy '
+        "then traces the forward pass instead of guessing.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -217,8 +214,10 @@ def _lay_out(
     from ._named import is_named, named_recipe, parse_batch, with_batch
     from ._recipe import Recipe
     from ._rules_file import read_rules
-    from ._target import load_target, parse_inputs
+    from ._target import contained, load_target, parse_inputs
 
+    # What the user's own code prints must not stand in our output.
+    claim_stdout()
     sizes = parse_batch(batch) if batch is not None else None
     if remat is not None:
         _require_policy(remat)
@@ -231,29 +230,25 @@ def _lay_out(
     file = read_rules(rules) if rules is not None else None
     given = [*(file.rules if file is not None else []), *_strategy(file, strategy, min_bytes)]
     logical = file.logical if file is not None else None
-    # What the user's own code prints must not stand in our output.
-    with contextlib.redirect_stdout(sys.stderr):
-        if is_named(target):
-            policy = remat or "nothing_saveable"
-            found: Any = named_recipe(target, sizes, None if policy == "none" else policy)
-            # Its model takes the batch as it is, so it can always be traced.
-            shapes = shapes or (found.batch,)
-        else:
-            found = load_target(target)
-            if remat is not None:
-                if not isinstance(found, Recipe):
-                    raise ValueError(f"--remat is for a recipe: target {target!r} is none")
-                policy = None if remat == "none" else remat
-                found = dataclasses.replace(found, remat=policy)
-            if sizes is not None:
-                if not isinstance(found, Recipe):
-                    raise ValueError(f"--batch is for a recipe: target {target!r} is none")
-                found = with_batch(found, sizes)
-        try:
-            # A recipe without --inputs is traced by its loss.
-            made = layout(found, made_mesh, given, logical=logical, inputs=shapes, method=method)
-        except SystemExit as error:
-            raise ValueError(f"target {target!r} ended the process: {error.code!r}") from error
+    if is_named(target):
+        policy = remat or "nothing_saveable"
+        found: Any = named_recipe(target, sizes, None if policy == "none" else policy)
+        # Its model takes the batch as it is, so it can always be traced.
+        shapes = shapes or (found.batch,)
+    else:
+        found = load_target(target)
+        if remat is not None:
+            if not isinstance(found, Recipe):
+                raise ValueError(f"--remat is for a recipe: target {target!r} is none")
+            policy = None if remat == "none" else remat
+            found = dataclasses.replace(found, remat=policy)
+        if sizes is not None:
+            if not isinstance(found, Recipe):
+                raise ValueError(f"--batch is for a recipe: target {target!r} is none")
+            found = with_batch(found, sizes)
+    with contained(f"making the model of {target}"):
+        # A recipe without --inputs is traced by its loss.
+        made = layout(found, made_mesh, given, logical=logical, inputs=shapes, method=method)
     return found, made
 
 
@@ -283,14 +278,6 @@ def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | Non
     return [Named(name, size)] if name is not None else []
 
 
-def as_options(text: str) -> str:
-    """Returns a message of the library with what a shell has instead of arguments."""
-    text = re.sub(r"allow=\{'(SW\d+)': '([^']+)'\}", r"--allow '\1:\2'", text)
-    text = re.sub(r"sw\.fsdp\('[^']+', min_bytes=0\)", "--min-bytes 0", text)
-    text = re.sub(r"sw\.fsdp\('[^']+'\)", "--strategy fsdp", text)
-    return text.replace("; min_bytes=0 splits", "; --min-bytes 0 splits")
-
-
 def _make_mesh(mesh: str, on: str) -> Any:
     from ._compiler import captured_stderr
     from ._mesh import mesh as make_mesh
@@ -299,11 +286,7 @@ def _make_mesh(mesh: str, on: str) -> Any:
         # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
         with captured_stderr():
             return make_mesh(mesh)
-    try:
-        return make_mesh(mesh, on=on)
-    except ValueError as error:
-        # A shell has a word for what is None in Python.
-        raise ValueError(str(error).replace("use None (the", "use here (the")) from error
+    return make_mesh(mesh, on=on)
 
 
 def _require_policy(remat: str) -> None:
@@ -350,11 +333,9 @@ def compile_target(
     # A recipe has its batch: inputs are for its layout alone.
     shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
     chips = target_of(made.mesh)
-    ending = _ends_in_order() if chips is not None else contextlib.nullcontext()
     where = f" for {chips}" if chips is not None else ""
     try:
-        # What the user's own code prints must not stand in our output.
-        with ending, contextlib.redirect_stdout(sys.stderr), working(f"compiling {target}{where}"):
+        with working(f"compiling {target}{where}"):
             return compile_step(
                 found, made, inputs=shapes, method=method if shapes else None, show=False
             )
@@ -386,37 +367,44 @@ def plan_target(
     return dataclasses.replace(known, compiled=compile_target(target, found, made, inputs, method))
 
 
-@contextlib.contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """Makes SIGTERM end the compiler's own process too, and remove its files.
+def require_writable(
+    path: str | None, option: str = "--save", *, inputs: Iterable[str | None] = ()
+) -> None:
+    """Raises if a file cannot be written: better before the work than after it.
 
-    Not for a compiler in this process: Python would hear of the signal only when it is done.
+    Args:
+        path: the file, if any.
+        option: that names it.
+        inputs: what the command reads: targets and files, which must not be overwritten.
     """
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def require_writable(path: str | None, option: str = "--save") -> None:
-    """Raises if a file cannot be written: better before the work than after it."""
     if path is None:
         return
+    if path in ("", "-"):
+        raise ValueError(f"{option} {path!r} is not a file: name one, or /dev/stdout to print it")
     place = Path(path)
     if place.is_dir():
         raise ValueError(f"{option} {path} is a folder: name a file")
-    if not place.parent.is_dir():
-        raise ValueError(f"{option} {path} cannot be written: there is no folder {place.parent}")
-    if not os.access(place if place.exists() else place.parent, os.W_OK):
+    parent = Path(os.path.realpath(place)).parent if place.is_symlink() else place.parent
+    if not place.exists() and not parent.is_dir():
+        raise ValueError(f"{option} {path} cannot be written: there is no folder {parent}")
+    if not os.access(place if place.exists() else parent, os.W_OK):
         raise ValueError(f"{option} {path} cannot be written: permission denied")
+    for given in inputs:
+        if given is not None and any(_is_same(place, read) for read in _files_of(given)):
+            raise ValueError(
+                f"{option} {path} would overwrite {given}, which this command reads: name another "
+                f"file"
+            )
+
+
+def _files_of(given: str) -> list[Path]:
+    """Returns the files that a target, or the name of a file, may be read from."""
+    place = given.rpartition(":")[0]
+    return [Path(given), Path(place), Path(f"{place.replace('.', '/')}.py")]
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.samefile(other)
 
 
 def save_to(path: str | None, made: Layout | Compiled) -> None:

@@ -24,7 +24,6 @@ from ._cli_options import (
     RulesOption,
     StrategyOption,
     Target,
-    as_options,
     command,
     lay_out,
     plan_target,
@@ -35,6 +34,7 @@ from ._cli_options import (
 from ._terminal import tell, tell_json
 
 if TYPE_CHECKING:
+    from ._findings import Findings
     from ._layout import Layout
     from ._plan import Plan
 
@@ -114,13 +114,14 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Lays a model out and shows it."""
+    require_writable(save, inputs=(target, rules))
     if compile:
         require_devices(on)
-        require_writable(save)
     found, made = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
     known = plan_target(target, found, made, inputs, method, compile=compile)
+    save_to(save, made)  # before anything is printed: whoever reads that may leave early
     if explain is not None:
         _explain(made, explain, format)
     elif format is Format.json:
@@ -129,14 +130,13 @@ def plan(
         _show_plan(known, tree)
         if compile and known.compiled is None:
             tell("\nnot compiled: the layout has errors")
-    save_to(save, made)
     raise typer.Exit(0 if known.usable else 1)
 
 
 @command(
     help=f"""Check a layout: every problem at once, with its code, path, numbers and help.
 
-Each code, such as SW104, has its page in docs/codes.
+shardwise explain SW104 prints the page of a code.
 
 {TARGETS}
 
@@ -189,16 +189,22 @@ def check(
     findings = check_layout(made, allow=allowed)
     match format:
         case CheckFormat.json:
-            typer.echo(findings.to_json())
+            tell(findings.to_json())
         case CheckFormat.concise:
             for finding in findings:
-                tell(as_options(finding.concise))
+                tell(finding.concise)
         case CheckFormat.github:
             for finding in findings:
-                tell(as_options(finding.github))
+                tell(finding.github)
         case CheckFormat.text:
-            tell(as_options(str(findings)))
+            tell(str(findings))
+            _cite(findings)
     raise typer.Exit(1 if findings else 0)
+
+
+def _cite(findings: Findings) -> None:
+    if findings:
+        tell(f"shardwise explain {findings[0].code} says what it is about, and what to do")
 
 
 def _parse_allow(given: list[str]) -> dict[str, list[str]]:
@@ -225,7 +231,8 @@ def _show_plan(known: Plan, tree: bool) -> None:
     tell("")
     tell(tree_text(made) if tree else str(made))
     if findings:
-        tell(as_options(f"\n{findings}"))
+        tell(f"\n{findings}")
+        _cite(findings)
     if compiled is not None:
         tell(f"\n{compiled.details}")
 
@@ -238,7 +245,7 @@ def _explain(made: Layout, path: str, format: Format) -> None:
     except KeyError as error:
         raise ValueError(error.args[0]) from error
     if format is Format.text:
-        tell(as_options(made.explain(path)))
+        tell(made.explain(path))
         return
     considered = [
         {

@@ -143,7 +143,7 @@ def report(
     ] = None,
 ) -> None:
     """Draws a page."""
-    require_writable(output, "--output")
+    require_writable(output, "--output", inputs=(target, against, rules, against_rules))
     _require_own(
         target,
         {

@@ -9,7 +9,7 @@ from typing import Any, overload
 from ._compiled import Compiled
 from ._diff import LayoutDiff, diff_layouts
 from ._layout import Layout
-from ._table import show_bytes
+from ._table import show_bytes, show_flops
 from ._traffic import Collective
 
 
@@ -51,8 +51,8 @@ class CompiledDiff:
             shown = ("unknown" if n is None else show_bytes(n) for n in (old, new))
             lines.append(f"{name} {' -> '.join(shown)} ({step}compiled)")
         if self.flops[0] != self.flops[1]:
-            old, new = ("unknown" if n is None else f"{n:.3g}" for n in self.flops)
-            lines.append(f"flops {old} -> {new} (compiled)")
+            old, new = ("unknown" if n is None else show_flops(n) for n in self.flops)
+            lines.append(f"{old} -> {new} (compiled)")
         lines += [f"- {_show(row, count)}" for row, count in self.removed]
         lines += [f"+ {_show(row, count)}" for row, count in self.added]
         lines += [f"+ finding {text}" for text in self.findings[0]]

@@ -13,7 +13,7 @@ from ._buffers import Buffer
 from ._files import write_whole
 from ._findings import Findings
 from ._layout import Layout
-from ._table import show_bytes, show_devices, text_table
+from ._table import show_bytes, show_devices, show_flops, text_table
 from ._traffic import Collective, by_axis
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ class Compiled:
             parts.append("collectives, flops and memory traffic unknown: there is no program")
         if self.flops is not None and self.bytes_accessed is not None:
             text = (
-                f"{self.flops:.3g} flops and {show_bytes(self.bytes_accessed)} of memory traffic "
+                f"{show_flops(self.flops)} and {show_bytes(self.bytes_accessed)} of memory traffic "
                 f"on each device in a step (compiled)"
             )
             if self.not_counted:

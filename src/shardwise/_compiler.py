@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,8 +33,10 @@ from ._compile_worker import (
     with_dump,
 )
 from ._compilers import require_compiler
+from ._ending import undone
 from ._gpu_target import target_config
 from ._terminal import working
+from ._words import option
 
 _WORKER = Path(__file__).with_name("_compile_worker.py")
 
@@ -128,7 +131,10 @@ def compile_absent(
     kept = _kept(key)
     if kept is not None:
         return kept
-    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+    with (
+        tempfile.TemporaryDirectory(prefix="shardwise-") as name,
+        undone(lambda: shutil.rmtree(name, ignore_errors=True)),
+    ):
         folder = Path(name)
         (folder / "module").write_bytes(module)
         (folder / "request.json").write_text(
@@ -197,7 +203,7 @@ def absent_mesh(target: Target, mesh: AbstractMesh) -> Mesh:
             ordered = arranged(devices, list(mesh.shape.values()))
         except Exception as error:
             raise CompileError(
-                f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} "
+                f"{option('on', str(target))} is not a topology that the compiler of {target.chip.name} "
                 f"knows: {_first(error)}"
             ) from error
     del noise
@@ -220,7 +226,8 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            code = process.wait()
+            with undone(process.kill):
+                code = process.wait()
         finally:
             if process.poll() is None:
                 process.kill()
@@ -236,7 +243,7 @@ def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[
         result = json.loads(path.read_text())
     if "topology_error" in result and target is not None:
         raise CompileError(
-            f"on={str(target)!r} is not a topology that the compiler of {target.chip.name} knows: "
+            f"{option('on', str(target))} is not a topology that the compiler of {target.chip.name} knows: "
             f"{_first(result['topology_error'])}"
         )
     if "error" in result and "RESOURCE_EXHAUSTED" not in result["error"]:
@@ -245,7 +252,9 @@ def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[
         fatal = [line for line in noise.splitlines() if "Check failed" in line or "Error" in line]
         why = fatal[0].partition("] ")[2] or fatal[0] if fatal else noise.strip()[-300:]
         ended = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
-        raise CompileError(f"the compiler for on={str(target)!r} {ended}: {why or 'no word'}")
+        raise CompileError(
+            f"the compiler for {option('on', str(target))} {ended}: {why or 'no word'}"
+        )
     return result
 
 

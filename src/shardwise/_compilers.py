@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 
 from ._chips import Target
+from ._words import option
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def require_compiler(target: Target) -> Compiler:
     """
     found = find_compiler(target.platform)
     if found.problem:
-        raise ValueError(f"on={str(target)!r} {found.problem}")
+        raise ValueError(f"{option('on', str(target))} {found.problem}")
     return found
 
 

@@ -36,6 +36,8 @@ def run_demo(steps: int, directory: Path | None) -> None:
         raise ValueError(f"--steps {steps} is too short to show anything: give 4 or more")
     began = time.perf_counter()
     heading = _Headings()
+    # No accelerator is used, so none is looked for: those that are not here would be heard of.
+    jax.config.update("jax_platforms", "cpu")
     # The mesh comes first: the example may start a backend with too few devices.
     first = mesh("data=2,model=4", on="cpu:8")
     from .examples import text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import json
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from ._model import show_path, split_path
 from ._rules import pattern_regex, steps_text
-from ._words import count
+from ._words import count, either
 
 ERROR, WARNING = "error", "warning"
 
@@ -248,10 +249,13 @@ def _allowances(allow: Allow | None) -> list[tuple[str, str]]:
     form = "allow maps codes to path patterns: {'SW105': 'embed.**'}"
     if allow is not None and not isinstance(allow, Mapping):
         raise ValueError(f"allow is a {type(allow).__name__}: {form}")
+    name = either("allow", "--allow")
     patterns = []
     for code, given in (allow or {}).items():
         if code not in CODES:
-            raise ValueError(f"allow names {code!r}, which is no code: they are {', '.join(CODES)}")
+            near = difflib.get_close_matches(code, CODES, n=3, cutoff=0.6) or list(CODES)
+            which = "nearest are" if len(near) < len(CODES) else "they are"
+            raise ValueError(f"{name} names {code!r}, which is no code: {which} {', '.join(near)}")
         if not isinstance(given, str | list | tuple) or not all(isinstance(p, str) for p in given):
             raise ValueError(f"allow has {given!r} for {code}: {form}")
         patterns += [(code, p) for p in ((given,) if isinstance(given, str) else given)]

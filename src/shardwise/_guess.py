@@ -11,8 +11,7 @@ from flax import nnx
 from ._leaf import Leaf
 from ._model import AbstractModel, Keys
 from ._spec import padded
-
-_GUESS = "guessed from module types and widths (give layout inputs= to trace it)"
+from ._words import either
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ def guess_pairs(
         unmet: the leaves that a trace did not meet, to guess those alone; None to guess all.
         traced: what was traced.
     """
-    because = _GUESS
+    because = _guessed()
     if unmet is not None:
         because = f"guessed from module types and widths, since {traced} never uses it"
     asked = frozenset(range(len(leaves))) if unmet is None else unmet
@@ -71,6 +70,11 @@ def guess_pairs(
                 found[index] = Split(None, f"left alone: {why}; {because}")
     undecided = f"left alone: its module's type and widths do not tell its part; {because}"
     return {i: found.get(i, Split(None, undecided)) for i in sorted(asked)}
+
+
+def _guessed() -> str:
+    how = either("give layout inputs= to trace it", "give --inputs to trace it")
+    return f"guessed from module types and widths ({how})"
 
 
 def _refuse(

@@ -26,7 +26,7 @@ from ._strategies import flatten_rules
 from ._table import HEADER, leaf_rows, show_bytes, show_devices, show_shape, text_table
 from ._tracing import Method, method_of, trace_flow
 from ._values import show_value
-from ._words import count
+from ._words import count, either
 
 if TYPE_CHECKING:
     from ._report import Report
@@ -215,7 +215,7 @@ class Layout:
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
                 f"the layout has no shardings, because {count(len(wrong), 'spec')} cannot be applied: "
-                f"{told}{more}; sw.check(layout) says what would work"
+                f"{told}{more}; {either('sw.check(layout)', 'shardwise check')} says what would work"
             )
         return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
 

@@ -10,7 +10,8 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ._chips import Target, parse_target
+from ._chips import MOST_DEVICES, Target, parse_target
+from ._words import either, option
 
 AnyMesh = Mesh | AbstractMesh
 _MOST_CPU_DEVICES = 1024
@@ -49,13 +50,13 @@ def mesh(
     if isinstance(on, str) and on.strip().lower() == "none":
         if -1 in sizes.values():
             raise ValueError(
-                f"{_show(sizes)} leaves a size to be inferred, but on='none' has no devices to "
+                f"{_show(sizes)} leaves a size to be inferred, but {option('on', 'none')} has no devices to "
                 f"count: give every size"
             )
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     if isinstance(on, str) and not _is_cpu(on):
         target: Any = parse_target(on)
-        sizes = _fit(sizes, target.device_count, f"on={on!r} has", ())
+        sizes = _fit(sizes, target.device_count, f"{option('on', on)} has", ())
         return AbstractMesh(
             tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=target
         )
@@ -89,18 +90,25 @@ def _show(sizes: Mapping[str, int]) -> str:
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
+def _short(text: str) -> str:
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
 def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
-    form = "write axes as 'data=2,model=4' or {'data': 2, 'model': 4}"
+    form = either(
+        "write axes as 'data=2,model=4' or {'data': 2, 'model': 4}", "write axes as data=2,model=4"
+    )
     pairs: list[tuple[Any, Any]] = []
     if isinstance(axes, str):
         for part in axes.split(","):
             name, equals, size = part.partition("=")
             size = size.strip()
-            if not equals or not size.removeprefix("-").isdecimal():
+            if not equals or not (size.isascii() and size.removeprefix("-").isdecimal()):
                 raise ValueError(
                     f"mesh {axes!r} has {part.strip()!r} where an axis should be: {form}"
                 )
-            pairs.append((name.strip(), int(size)))
+            # Python refuses to read numbers of thousands of digits; none is a size.
+            pairs.append((name.strip(), int(size) if len(size) < 20 else MOST_DEVICES + 1))
     elif isinstance(axes, Mapping):
         pairs = list(axes.items())
     else:
@@ -118,6 +126,10 @@ def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
         sizes[name] = size
     if not sizes:
         raise ValueError(f"the mesh has no axes: {form}")
+    if math.prod(size for size in sizes.values() if size != -1) > MOST_DEVICES:
+        raise ValueError(
+            f"mesh {_short(str(axes))!r} has more than {MOST_DEVICES:,} devices, the most there may be"
+        )
     if list(sizes.values()).count(-1) > 1:
         raise ValueError(f"mesh {_show(sizes)} has more than one size -1: only one can be inferred")
     return sizes
@@ -153,16 +165,16 @@ def _devices(on: str | Sequence[Any] | None) -> tuple[list[Any], str]:
             )
         return devices, "on= has"
     count_text = on.strip().partition(":")[2].strip()
-    if not count_text.isdecimal() or int(count_text) < 1:
-        raise ValueError(f"on={on!r} does not say how many CPU devices: write 'cpu:8'")
-    return _cpu_devices(int(count_text)), f"on={on!r} has"
+    if not count_text.isdecimal() or len(count_text) > 9 or int(count_text) < 1:
+        raise ValueError(f"{option('on', on)} does not say how many CPU devices: write 'cpu:8'")
+    return _cpu_devices(int(count_text)), f"{option('on', on)} has"
 
 
 def _cpu_devices(count: int) -> list[Any]:
     if count > _MOST_CPU_DEVICES:
         raise ValueError(
-            f"on='cpu:{count}' asks for more than {_MOST_CPU_DEVICES} virtual devices: "
-            f"on='none' plans for any number of them"
+            f"{option('on', f'cpu:{count}')} asks for more than {_MOST_CPU_DEVICES} virtual devices: "
+            f"{option('on', 'none')} plans for any number of them"
         )
     settings: Any = jax.config
     # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
@@ -175,14 +187,15 @@ def _cpu_devices(count: int) -> list[Any]:
         devices = jax.devices("cpu")
     except RuntimeError as error:
         raise ValueError(
-            f"on='cpu:{count}' needs the CPU backend, which JAX cannot start here "
+            f"{option('on', f'cpu:{count}')} needs the CPU backend, which JAX cannot start here "
             f"(jax_platforms is {settings.jax_platforms!r}): add cpu to it"
         ) from error
     if len(devices) < count:
         raise ValueError(
-            f"on='cpu:{count}' needs {count} CPU devices, but the backend has already started with "
-            f"{len(devices)}: call sw.mesh, or jax.config.update('jax_num_cpu_devices', {count}), "
-            f"before anything else uses JAX"
+            f"{option('on', f'cpu:{count}')} needs {count} CPU devices, but JAX has already started "
+            f"with {len(devices)}: call sw.mesh, or jax.config.update('jax_num_cpu_devices', {count}), "
+            f"before the first line that makes an array or asks for devices, such as nnx.Rngs(0), "
+            f"jnp.ones(2) or jax.devices()"
         )
     return devices[:count]
 
@@ -202,8 +215,11 @@ def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -
         fits = "; ".join(_show(dict(zip(sizes, f, strict=True))) for f in found)
         help_text = f"what fits {count}: {fits}"
     if known < count and devices and -1 not in sizes.values():
-        part = f"'cpu:{known}'" if devices[0].platform == "cpu" else f"jax.devices()[:{known}]"
-        help_text += f"; or on={part} for {known} of them"
+        is_cpu = devices[0].platform == "cpu"
+        part = option("on", f"cpu:{known}") if is_cpu else f"on=jax.devices()[:{known}]"
+        # Not the first few of other devices: a shell has no words for them.
+        if is_cpu or not either("", "shell"):
+            help_text += f"; or {part} for {known} of them"
     raise ValueError(f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}")
 
 

@@ -19,6 +19,7 @@ from ._layout import Layout, require_layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves
 from ._parts import run_in_parts
+from ._words import either
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ def require_devices(layout: Layout) -> Mesh:
         axes = show_mesh(layout.mesh)
         raise ValueError(
             f"the layout is on {axes} of no devices, so nothing can be placed on it: "
-            f"use layout.on(sw.mesh({axes!r})) for devices that are here"
+            f"use {either(f'layout.on(sw.mesh({axes!r}))', '--on here')} for devices that are here"
         )
     return layout.mesh
 

@@ -15,7 +15,7 @@ from ._model import show_path
 from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
 from ._strategies import FSDP_AXES
 from ._table import fold_paths, show_bytes
-from ._words import count
+from ._words import count, either
 
 REPLICATED_BYTES = 2**20
 # Of what each device holds. More than the default of fsdp ever leaves.
@@ -58,7 +58,7 @@ class Replication:
             leaf.path,
             f"{self._where(leaf)}: {100 * leaf.bytes / self.total:.1f}% of the model's "
             f"{show_bytes(self.total)}, and {self._copies(leaf)} of copies{why}",
-            f"{help_text}; allow={{'SW105': {leaf.path!r}}} if replication is intentional",
+            f"{help_text}; {allowing(leaf.path)} if replication is intentional",
             f"{context}  ({leaf.reason})",
         )
 
@@ -80,7 +80,7 @@ class Replication:
             f"{count(len(rest), 'small leaf', 'small leaves')} replicated, "
             f"{show_bytes(size)} in all: {100 * share:.1f}% of the "
             f"{show_bytes(self.layout.bytes_per_device)} on each of {self.devices} devices",
-            f"{self._split_all(rest)}; allow={{'SW105': '**'}} or their paths if replication is "
+            f"{self._split_all(rest)}; {allowing('**')} or their paths if replication is "
             f"intentional",
             f"mesh {show_mesh(self.layout.mesh)}  the largest: {_largest(rest)}",
         )
@@ -98,8 +98,12 @@ class Replication:
             left += leaf.shard_bytes // (ways if dims else 1)
         if left == sum(leaf.shard_bytes for leaf in leaves):
             return f"no dim of theirs divides {ways} ways: pad them, or use another mesh"
-        how = ", min_bytes=0" if any(leaf.left == "small" for leaf in leaves) else ""
-        return f"sw.fsdp({axis!r}{how}) would leave {show_bytes(left)} on each"
+        small = any(leaf.left == "small" for leaf in leaves)
+        how = either(
+            f"sw.fsdp({axis!r}{', min_bytes=0' if small else ''})",
+            "--min-bytes 0" if small else "--strategy fsdp",
+        )
+        return f"{how} would leave {show_bytes(left)} on each"
 
     def _fsdp_axis(self) -> tuple[str, int]:
         """Returns the axis that fsdp uses here, would use by its name, or else the largest."""
@@ -169,3 +173,8 @@ def _largest(leaves: Sequence[Leaf]) -> str:
         for group in ordered[:3]
     ]
     return ", ".join(told) + (", …" if len(ordered) > 3 else "")
+
+
+def allowing(pattern: str) -> str:
+    """Returns how SW105 is allowed for the paths of a pattern."""
+    return either(f"allow={{'SW105': {pattern!r}}}", f"--allow 'SW105:{pattern}'")

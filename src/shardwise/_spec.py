@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 
 from ._values import show_value
-from ._words import count
+from ._words import count, either
 
 Axes = tuple[str, ...]
 
@@ -137,8 +137,16 @@ def faults(
                 Fault(
                     "SW109",
                     f"name {axis!r} of the annotation resolves to no axis of the mesh ({mesh_axes})",
-                    f"say where it goes: sw.layout(..., logical={{{axis!r}: {to}}})"
-                    + (f", or {{{axis!r}: None}} to leave it whole" if unresolved == 1 else ""),
+                    "say where it goes: "
+                    + either(
+                        f"sw.layout(..., logical={{{axis!r}: {to}}})",
+                        f"--rules with [logical] {axis} = {to if unresolved == 1 else []}",
+                    )
+                    + (
+                        f", or {either(f'{{{axis!r}: None}}', f'{axis} = []')} to leave it whole"
+                        if unresolved == 1
+                        else ""
+                    ),
                 )
             )
         else:

@@ -14,6 +14,7 @@ from ._spec import ways as cut_ways
 from ._table import show_bytes
 from ._tensor import tensor
 from ._values import show_value
+from ._words import either
 
 # What fsdp leaves alone adds little to a model, and little to what each device holds of it: of a
 # large mesh, one percent of the model is many times a device's own part.
@@ -104,12 +105,13 @@ def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> d
         return {}
     share = f"{total / whole:.1%}" if total >= whole / 1000 else "under 0.1%"
     size = f"{show_bytes(total)}{' in all' if len(left) > 1 else ''} ({share} of the model)"
+    none = either("min_bytes=0", "--min-bytes 0")
     why = (
         f"one of {len(left)} small leaves, {size}: not split, since gathering each would cost more "
-        f"than it saves; min_bytes=0 splits them"
+        f"than it saves; {none} splits them"
         if len(left) != 1
         else f"a small leaf, {size}: not split, since gathering it would cost more than it saves; "
-        f"min_bytes=0 splits it"
+        f"{none} splits it"
     )
     return dict.fromkeys(left, Opinion(None, why, left="small"))
 

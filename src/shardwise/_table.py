@@ -27,6 +27,44 @@ def show_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def show_seconds(seconds: float) -> str:
+    """Returns a duration in the unit that suits it: `350 µs`, `824 ms`, `11.2 s`, `3 min 20 s`."""
+    if seconds >= 100:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    if seconds >= 0.9995:
+        return f"{_digits(seconds)} s"
+    if seconds >= 0.9995e-3:
+        return f"{_digits(seconds * 1e3)} ms"
+    return f"{_digits(seconds * 1e6)} µs"
+
+
+def show_flops(count: float) -> str:
+    """Returns an amount of arithmetic in decimal units: `261 TFLOP`."""
+    return f"{_scaled(count, ' ')}FLOP"
+
+
+def show_count(count: float) -> str:
+    """Returns a count or a rate with three digits: `9.17k`, `1.5M`."""
+    return _scaled(count, "").rstrip()
+
+
+def _scaled(count: float, space: str) -> str:
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 999.5:
+            return f"{_digits(count)}{space}{prefix}"
+        count /= 1000
+    return f"{_digits(count)}{space}E"
+
+
+def _digits(number: float) -> str:
+    """Returns three digits, without an exponent and without zeros that say nothing."""
+    if abs(number) >= 99.95:
+        return f"{number:.0f}"
+    text = f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"
+    return text.rstrip("0").rstrip(".")
+
+
 def show_devices(count: int) -> str:
     """Returns on how many devices something lies: `each of 8 devices`, `1 device`."""
     return "1 device" if count == 1 else f"each of {count} devices"

@@ -7,7 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ._ending import undone
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -29,15 +31,68 @@ _STYLES = (
 _PLAIN = str.maketrans(
     {
         **{"×": "x", "…": "...", "−": "-", "█": "#", "▓": "=", "▒": "~", "░": "+", "▚": "%"},
-        **{"→": "->", "·": ".", "│": "|", "├": "+", "└": "`", "─": "-", "▏": "|"},
+        **{"→": "->", "µ": "u", "·": ".", "│": "|", "├": "+", "└": "`", "─": "-", "▏": "|"},
     }
 )
 
 
+class UnwritableError(Exception):
+    """A result could not be printed: stdout is a full device, for example."""
+
+
+# Where results are printed, once all else that writes to stdout has been sent to stderr.
+_own: TextIO | None = None
+
+
+def stdout() -> TextIO:
+    """Returns the stream that results are printed to."""
+    return _own if _own is not None else sys.stdout
+
+
+def claim_stdout() -> None:
+    """Keeps stdout for results: all that the user's code prints from now on goes to stderr.
+
+    That is so to the end, and for the file descriptor too: code of a target may print from threads,
+    from C++ and from processes that it starts, at any time.
+    """
+    global _own
+    if _own is not None:
+        return
+    before = sys.stdout
+    before.flush()
+    _own = before
+    with contextlib.suppress(OSError, ValueError):  # a stream that is not a file
+        if before.fileno() == 1:
+            encoding = before.encoding or "utf-8"
+            _own = os.fdopen(os.dup(1), "w", encoding=encoding, errors=before.errors)
+            os.dup2(2, 1)
+    sys.stdout = sys.stderr
+
+
+@contextlib.contextmanager
+def released_stdout() -> Iterator[None]:
+    """Gives stdout back at the end, to a process that goes on."""
+    global _own
+    before = sys.stdout
+    try:
+        yield
+    finally:
+        if _own is not None and _own is not before:
+            _own.flush()
+            os.dup2(_own.fileno(), 1)
+            _own.close()
+        _own, sys.stdout = None, before
+
+
 def tell(text: str | Text) -> None:
-    """Prints a text to stdout: with colours on a terminal, else as it is."""
-    if not is_live(sys.stdout):
-        print(_encodable(str(text), sys.stdout), flush=True)
+    """Prints a text to stdout: with colours on a terminal, else as it is.
+
+    Raises:
+        UnwritableError: it cannot be written.
+    """
+    out = stdout()
+    if not is_live(out):
+        _print(_encodable(str(text), out))
         return
     from rich.console import Console
     from rich.text import Text
@@ -46,14 +101,23 @@ def tell(text: str | Text) -> None:
         text = Text(text)
         for pattern, style in _STYLES:
             text.highlight_regex(f"(?m){pattern}", style)
-    text.plain = _encodable(text.plain, sys.stdout)
+    text.plain = _encodable(text.plain, out)
     # The terminal breaks a line that is longer than it is wide: nothing is cut off.
-    Console(highlight=False, markup=False, emoji=False).print(text, soft_wrap=True)
+    Console(file=out, highlight=False, markup=False, emoji=False).print(text, soft_wrap=True)
 
 
 def tell_json(data: Any) -> None:
     """Prints plain data to stdout as JSON: never coloured, and ASCII alone."""
-    print(json.dumps(data, indent=2), flush=True)
+    _print(json.dumps(data, indent=2))
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, file=stdout(), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise UnwritableError(f"stdout cannot be written: {error.strerror}") from error
 
 
 def is_live(stream: Any) -> bool:
@@ -68,7 +132,7 @@ def is_live(stream: Any) -> bool:
 def columns() -> int:
     """Returns how wide a picture may be: as the terminal, or 100 when piped."""
     with contextlib.suppress(OSError, ValueError):
-        return os.get_terminal_size(sys.stdout.fileno()).columns or 100
+        return os.get_terminal_size(stdout().fileno()).columns or 100
     return 100
 
 
@@ -95,7 +159,8 @@ def working(what: str, *, show: bool = True) -> Iterator[None]:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        with bar:
+        # A spinner hides the cursor, which must come back however this ends.
+        with undone(lambda: os.write(own.fileno(), b"\r\x1b[K\x1b[?25h")), bar:
             bar.add_task(what, total=None)
             yield
 

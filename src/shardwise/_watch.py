@@ -20,7 +20,7 @@ from rich.table import Column
 
 from ._batch import named_batch
 from ._step import Blueprint
-from ._table import show_bytes
+from ._table import show_bytes, show_count, show_seconds
 
 _LATE = 2  # steps: reading a metric waits for its step, so the devices always have work queued
 
@@ -132,7 +132,7 @@ class Watch:
         hours = f"{left // 3600}:{left // 60 % 60:02}" if left >= 3600 else f"{left // 60}"
         # Memory comes last: a narrow terminal cuts the end off.
         return (
-            f"loss {row['loss']:.4g}  {1e3 * mean:.4g} ms  {_short(self.amount / mean)} "
+            f"loss {row['loss']:.4g}  {show_seconds(mean)}  {show_count(self.amount / mean)} "
             f"{self.unit}/s  ETA {hours}:{left % 60:02}  {_memory(self._plan)}"
         )
 
@@ -190,10 +190,3 @@ def _memory(plan: Blueprint) -> str:
         return f"{show_bytes(stats['peak_bytes_in_use'])}/device (measured)"
     held = plan.layout.bytes_per_device + plan.optimizer.bytes_per_device
     return f"{show_bytes(held)}/device (exact)"
-
-
-def _short(number: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 BYTES_FORM = "give a number of bytes, such as 65536, 64KiB or 1MiB"
@@ -25,3 +27,27 @@ def parse_bytes(text: str) -> int:
     if size != int(size):
         raise ValueError(f"{text!r} is not a number of bytes: {BYTES_FORM}")
     return int(size)
+
+
+_on_the_command_line = False
+
+
+@contextlib.contextmanager
+def shell_words() -> Iterator[None]:
+    """While entered, messages speak of options of the command line, not of Python."""
+    global _on_the_command_line
+    before, _on_the_command_line = _on_the_command_line, True
+    try:
+        yield
+    finally:
+        _on_the_command_line = before
+
+
+def either(python: str, shell: str) -> str:
+    """Returns the one of two texts that helps whoever is reading: in Python, or in a shell."""
+    return shell if _on_the_command_line else python
+
+
+def option(name: str, value: object) -> str:
+    """Returns what was given: `on='cpu:8'` in Python, `--on cpu:8` in a shell."""
+    return either(f"{name}={value!r}", f"--{name} {value}")

@@ -65,6 +65,15 @@ function tenths(count) {
 }
 
 const showShape = (dtype, shape) => `${dtype}[${shape.join(",")}]`;
+// As the terminal shows it: three digits and a unit, never an exponent.
+const showFlops = (count) => {
+  const units = ["", "k", "M", "G", "T", "P", "E"];
+  let at = 0;
+  for (; Math.abs(count) >= 999.5 && at < units.length - 1; at += 1) count /= 1000;
+  const digits = Math.abs(count) >= 99.95 ? 0 : Math.abs(count) >= 9.995 ? 1 : 2;
+  return `${Number(count.toFixed(digits))} ${units[at]}FLOP`;
+};
+
 const showShare = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0)}%` : "");
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 

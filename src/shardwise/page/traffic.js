@@ -51,7 +51,7 @@ function showTraffic(element, side) {
     ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled)`
     : side.compiled.flops === null ? "The collectives are unknown: the compiler gave no program." : "The compiled step has no collectives.";
   const missing = Object.entries(side.compiled.not_counted).map(([name, times]) => times > 1 ? `${name} ×${times}` : name).join(", ");
-  const work = side.compiled.flops === null ? "" : `${Number(side.compiled.flops.toPrecision(3)).toExponential()} flops and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)${missing && `; flops not counted: ${missing}`}`;
+  const work = side.compiled.flops === null ? "" : `${showFlops(side.compiled.flops)} and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)${missing && `; flops not counted: ${missing}`}`;
   const place = make("div", {});
   const tabs = Object.keys(TRAFFIC_VIEWS).map((name) => make("button", {
     type: "button", role: "tab", id: `traffic-${name.replace(" ", "-")}`, onclick: () => show(name),

@@ -1,0 +1,112 @@
+"""Ends the process on SIGINT and SIGTERM at any moment, and undoes what must not be left behind.
+
+Raising KeyboardInterrupt is not enough: within a callback from C++ it is swallowed or crashes, and
+during a long call into C++ Python does not see the signal at all. Only the standard library is
+imported here, since this module is loaded before anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_WORDS = {signal.SIGINT: b"interrupted", signal.SIGTERM: b"terminated"}
+_undo: list[Callable[[], Any]] = []
+_lock = threading.RLock()
+_begun = False
+_exit = os._exit  # itself, while `_target` keeps the user's code from it
+_stderr = -1
+
+
+@contextlib.contextmanager
+def undone(undo: Callable[[], Any]) -> Iterator[None]:
+    """While entered, a signal that ends the process calls `undo` first, the last entered first."""
+    _undo.append(undo)
+    try:
+        yield
+    finally:
+        _undo.remove(undo)
+
+
+def open_standard_streams() -> None:
+    """Opens stdin, stdout and stderr on /dev/null where they were closed (`>&-`).
+
+    Otherwise Python has None in their place, and the next file to be opened takes their number.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def end_on_signals() -> None:
+    """Makes SIGINT and SIGTERM end this process with 130 and 143, whatever it is doing.
+
+    A signal that is ignored (nohup) stays ignored. Code that installs its own handler has the
+    signal to itself until it puts this one back.
+    """
+    global _stderr
+    # Compilers' output is captured by redirecting stderr: the last word takes another way.
+    _stderr = os.dup(2)
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    taken = [n for n in _WORDS if signal.getsignal(n) is not signal.SIG_IGN]
+    for number in taken:
+        signal.signal(number, _end)
+    # The main thread may be in C++ for minutes: another one ends the process meanwhile.
+    threading.Thread(target=_watch, args=(reader,), name="shardwise-signals", daemon=True).start()
+    os.register_at_fork(after_in_child=_be_plain)
+
+
+def leave_to_kernel() -> None:
+    """Makes the signals end this process by their default action: nothing is left to undo."""
+    for number in _WORDS:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _watch(reader: socket.socket) -> None:
+    while numbers := reader.recv(64):
+        for number in numbers:
+            if number in _WORDS and signal.getsignal(number) is _end:
+                _end(number, None)
+
+
+def _be_plain() -> None:
+    """Makes a forked child what any Python process is; its signals are not its parent's."""
+    signal.set_wakeup_fd(-1)
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is _end:
+            signal.signal(number, handler)
+
+
+def _end(number: int, frame: Any) -> None:
+    """Ends the process. Both threads may come here: the second waits until all is over."""
+    global _begun
+    with _lock:
+        if _begun:
+            return
+        _begun = True
+        for undo in reversed(_undo):
+            with contextlib.suppress(Exception):
+                undo()
+        with contextlib.suppress(OSError):
+            start = b"\n" if os.isatty(_stderr) else b""  # the terminal shows ^C
+            os.write(_stderr, b"%sshardwise: %s\n" % (start, _WORDS[signal.Signals(number)]))
+        _exit(128 + number)
