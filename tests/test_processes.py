@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from models import ZOO
 
 HERE = Path(__file__).parent / "processes"
 TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
@@ -113,6 +114,27 @@ def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_two, tmp_path
     found = run(tmp_path, "data=8", 12, 1)
     assert sorted(found) == list(range(6, 13))
     assert_same(found, straight, first=6)
+
+
+def zoo(directory, processes):
+    """Returns the losses of each model of the zoo: two steps, and one after a restore."""
+    command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
+    command += [sys.executable, str(HERE / "zoo.py"), str(directory)]
+    done = subprocess.run(
+        command, env=os.environ | CACHE, capture_output=True, text=True, timeout=400
+    )
+    line = next((x for x in done.stdout.splitlines() if '"losses"' in x), None)
+    assert done.returncode == 0 and line, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(line.removeprefix("[0] "))
+    assert not found["failed"], found["failed"]
+    return found["losses"]
+
+
+def test_every_model_of_the_zoo_runs_on_two_processes_as_on_one(tmp_path):
+    one, two = zoo(tmp_path / "one", 1), zoo(tmp_path / "two", 2)
+    assert list(one) == list(two) == list(ZOO)
+    for name, found in two.items():
+        np.testing.assert_allclose(found, one[name], rtol=2e-4, err_msg=name)
 
 
 def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straight, tmp_path):

@@ -25,7 +25,8 @@ def main() -> None:
     except Exception as error:
         # Typer's own errors (a wrong option, a missing argument) carry a ready message.
         ready = getattr(error, "format_message", None)
-        text = str(ready() if callable(ready) else error)
+        # Some say in options what they say to Python in arguments.
+        text = str(ready() if callable(ready) else getattr(error, "cli_text", error))
         if ready is None:
             from ._target import last_frame
 
