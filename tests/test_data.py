@@ -444,7 +444,7 @@ def fit_lookups(samples, accumulate=1, as_data=True):
         accumulate=accumulate,
     )
     layout = sw.layout(Embedding, sw.mesh("data=2", on="cpu:2"), "dp")
-    given = [jax.tree.map(lambda x: x[16 * i : 16 * i + 16], samples) for i in range(4)]
+    given = [{name: x[i : i + 16] for name, x in samples.items()} for i in range(0, 64, 16)]
     data = sw.data(samples) if as_data else given
     return sw.fit(recipe, layout, data, steps=4, show=False)
 

@@ -12,14 +12,15 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax._src import distributed as runtime
 
 from ._peers import WATCHES, LostProcess, naming_lost_process
 
+_Error = TypeVar("_Error", bound=Exception)
 _ROUNDS = itertools.count()
 _POLL_MILLISECONDS = 500
 # How long a process that failed waits for the others to hear of it: they may be in a collective.
@@ -87,38 +88,31 @@ def together(doing: str) -> Iterator[None]:
     except LostProcess:
         raise
     except Exception as error:
-        text = str(error) or type(error).__name__
-        _say_failed(
-            doing, text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
-        )
+        _say_failed(doing, error)
         raise
     exchange(doing, "")
 
 
-def require_same(topic: str, value: Any, *, show: Callable[[Any], str], help: str) -> None:
+def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
     """Refuses values that differ between processes; all raise the same sentence.
 
     Args:
-        topic: what they are.
+        topic: what is being done.
         value: this process's; plain data.
-        show: says what a process has, such as "sees no checkpoints".
+        shown: what this process has, such as "sees no checkpoints".
         help: what to do.
 
     Raises:
         ProcessesDiffer: they differ; the processes that differ are named.
     """
-    values = [json.loads(text) for text in exchange(topic, json.dumps(value))]
-    odd = odd_ones(values)
+    rows = [json.loads(text) for text in exchange(topic, json.dumps([value, shown]))]
+    odd = odd_ones([value for value, _ in rows])
     if not odd:
         return
-    usual = next(v for i, v in enumerate(values) if i not in odd)
+    usual = next(i for i in range(len(rows)) if i not in odd)
     more = f" ({len(odd) - 1} more differ too)" if len(odd) > 1 else ""
-    _consequence()
-    raise ProcessesDiffer(
-        f"{who(odd[0])} {show(values[odd[0]])}{more}, while process "
-        f"{next(i for i in range(len(values)) if i not in odd)} {show(usual)}: {help}",
-        odd,
-    )
+    text = f"{who(odd[0])} {rows[odd[0]][1]}{more}, while process {usual} {rows[usual][1]}: {help}"
+    raise known_to_all(ProcessesDiffer(text, odd))
 
 
 def agreed_steps(checkpoints: Any) -> list[int]:
@@ -129,14 +123,14 @@ def agreed_steps(checkpoints: Any) -> list[int]:
     """
     with together("listing the checkpoints"):
         steps = checkpoints.steps()
-
-    def show(steps: list[int]) -> str:
-        if not steps:
-            return f"sees no checkpoints in {checkpoints.directory}"
-        return f"{'sees step' if len(steps) == 1 else 'sees steps'} {', '.join(map(str, steps))}"
-
-    help = "the directory must be shared by all processes"
-    require_same("comparing the checkpoints", steps, show=show, help=help)
+    numbers = ", ".join(map(str, steps))
+    seen = f"{'step' if len(steps) == 1 else 'steps'} {numbers}" if steps else "no checkpoints"
+    require_same(
+        "comparing the checkpoints",
+        steps,
+        shown=f"sees {seen} in {checkpoints.directory}",
+        help="the directory must be shared by all processes",
+    )
     return steps
 
 
@@ -170,15 +164,20 @@ def differing_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str)
         odd = odd_ones(column)
         if odd:
             usual = next(v for i, v in enumerate(column) if i not in odd)
-            # Two digests say nothing to a reader.
-            digest = len(usual) == 16 and usual.isalnum()
-            shown = "" if digest else f" ({column[odd[0]]}, against {usual})"
+            shown = _difference(column[odd[0]], usual)
             names = ", ".join(who(i) for i in odd[:3]) + (", …" if len(odd) > 3 else "")
             verb = "differ" if len(odd) > 1 else "differs"
-            _consequence()
-            raise ProcessesDiffer(
-                f"{names} {verb} from the others in {what[part]}{shown}: {help}", odd
-            )
+            text = f"{names} {verb} from the others in {what[part]}{shown}: {help}"
+            raise known_to_all(ProcessesDiffer(text, odd))
+
+
+def _difference(theirs: str, usual: str) -> str:
+    """Returns the pieces, joined by `; `, in which two texts differ; of digests there are none."""
+    if "=" not in usual:
+        return ""
+    pairs = itertools.zip_longest(theirs.split("; "), usual.split("; "), fillvalue="none")
+    found = [f"{one}, against {other}" for one, other in pairs if one != other]
+    return f" ({'; '.join(found)})"
 
 
 def _store() -> Any:
@@ -206,13 +205,15 @@ def _read(place: str, index: int, topic: str) -> tuple[str, str]:
             continue
         theirs, given, failed = json.loads(text)
         if failed:
-            _consequence()
-            raise LostProcess(f"{who(index)} failed while {theirs}: {given}", (index,))
+            text = f"{who(index)} failed while {theirs}: {given}"
+            raise known_to_all(LostProcess(text, (index,)))
         return theirs, given
 
 
-def _say_failed(doing: str, text: str) -> None:
+def _say_failed(doing: str, error: Exception) -> None:
     """Publishes that this process failed, and waits a little for the others to have heard of it."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    text = f"{kind}{getattr(error, 'cli_text', error)}"
     until = time.monotonic() + _FAILED_SECONDS
     with contextlib.suppress(Exception):
         place = _publish([doing, text], failed=True)
@@ -220,10 +221,11 @@ def _say_failed(doing: str, text: str) -> None:
             left = max(1, int(1000 * (until - time.monotonic())))
             _store().blocking_key_value_get(f"{place}/{index}", left)
         # All have come: none of them is in a collective, and each will read it.
-        _consequence()
+        known_to_all(error)
 
 
-def _consequence() -> None:
-    """Notes that what is about to be raised is known to all: nobody is to blame for ending by it."""
+def known_to_all(error: _Error) -> _Error:
+    """Returns the error, noted as known to all: nobody is to blame for ending by it."""
     for watch in WATCHES:
-        watch.agreed = True
+        watch.agreed = error
+    return error

@@ -54,7 +54,7 @@ def run_parts(
         return {}
     return {
         "versions": _versions(),
-        "arguments": ", ".join(f"{name}={value}" for name, value in arguments.items()),
+        "arguments": "; ".join(f"{name}={value}" for name, value in arguments.items()),
         "layout": _digest(plan.layout.lockfile().encode()),
         "data": _data_text(data),
         "evaluate": _data_text(evaluate),
@@ -172,10 +172,10 @@ def _versions() -> str:
     found = []
     for name in names:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            found.append(f"{name}={importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{name} ?")
-    return ", ".join([f"Python {platform.python_version()}", *found])
+            found.append(f"{name}=?")
+    return "; ".join([f"Python={platform.python_version()}", *found])
 
 
 def _weights_digest(given: Mapping[str, Any]) -> str:
@@ -201,10 +201,15 @@ def _data_text(data: Any) -> str:
     transform = getattr(data.transform, "__qualname__", type(data.transform).__name__)
     if code is not None:
         transform += f" {_digest(code.co_code)}"
-    return (
-        f"{len(data)} samples, shuffle={data.shuffle}, seed={data.seed}, epochs={data.epochs}, "
-        f"transform {transform}, digest {_samples_digest(data.samples)}"
-    )
+    known = {
+        "samples": len(data),
+        "shuffle": data.shuffle,
+        "seed": data.seed,
+        "epochs": data.epochs,
+        "transform": transform,
+        "digest of some samples": _samples_digest(data.samples),
+    }
+    return "; ".join(f"{name}={value}" for name, value in known.items())
 
 
 def _samples_digest(samples: Any) -> str:

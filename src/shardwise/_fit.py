@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._agree import agreed_steps, together
+from ._agree import agreed_steps, known_to_all, together
 from ._bounds import index_bounds
 from ._checkpoints import CheckpointError, Checkpoints
 from ._data import Data, open_batches
@@ -23,7 +23,7 @@ from ._fingerprint import program_parts, require_same_run, run_parts
 from ._layout import Layout
 from ._peers import LostProcess, naming_lost_process
 from ._place import own_mesh, require_devices
-from ._preflight import named_arrays
+from ._preflight import flight_check, named_arrays
 from ._recipe import Recipe
 from ._replicas import Replicas, ReplicasDiffer
 from ._state import TrainState
@@ -137,6 +137,9 @@ def fit(
     require_same_run(programs)
     if checkpoints is not None and saved:
         newest = saved[-1]
+        # By metadata alone first: reading waits for all processes, also for one that has failed.
+        with together(f"checking step {newest}"):
+            flight_check(plan, checkpoints.about(newest)).findings.raise_if_errors()
         with together(f"restoring step {newest}"), working(f"restoring step {newest}", show=shown):
             state = checkpoints.restore(recipe, layout, step=newest)
             position = checkpoints.about(newest)["position"]
@@ -192,7 +195,7 @@ def fit(
                 saver.wait()
             told = saver.at_last_good(ReplicasDiffer, error)
             told.path, told.devices = error.path, error.devices
-            raise told from None
+            raise known_to_all(told) from None
         except LostProcess:
             raise  # a save that is under way waits for all processes, and would time out
         except Exception:

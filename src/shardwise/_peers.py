@@ -28,6 +28,7 @@ MARGIN_SECONDS = 10.0
 """Within `timeout_seconds` and this of a loss, every other process has named it and ended."""
 
 _GRACE_SECONDS = 3.0
+_LEAVE_SECONDS = 0.3
 # How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
 # the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError.
 _AWAY = re.compile(
@@ -160,8 +161,9 @@ class Watch:
         self._naming = threading.RLock()
         self._stopped = threading.Event()
         self.failure: BaseException | None = None
-        self.agreed = False
+        self.agreed: BaseException | None = None
         self.status: Any = None
+        self._code: int | None = None
 
     def guard(self, starting: str = "") -> None:
         """Installs the last words of this process: JAX calls abort() when a process is lost."""
@@ -345,7 +347,7 @@ class Watch:
             with contextlib.suppress(Exception):
                 _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
             return
-        if self.agreed:
+        if self.agreed is not None and (error or self.failure or self.agreed) is self.agreed:
             self._leave_agreed(code)
         if not self._raised:
             error = error or self.failure
@@ -366,17 +368,21 @@ class Watch:
 
     def _leave_agreed(self, code: int) -> None:
         """Ends this process with a failure that all know; the coordinator is the last to go."""
+        self._code = code
         with contextlib.suppress(Exception):
-            _store().key_value_set(f"shardwise/left/{self.processes.index}", "", True)
+            _store().key_value_set(f"shardwise/left/{self.processes.index}", "left", True)
             if self.processes.index == 0:
                 for index in range(self.processes.count):
                     _store().blocking_key_value_get(f"shardwise/left/{index}", 5000)
+                time.sleep(_LEAVE_SECONDS)
         self._end(code)
 
     def _last_words(self, number: int) -> None:
         """Names the loss for which JAX called abort(); any other abort() goes its own way."""
         me, loss = self.processes.index, self._loss
         if os.getpid() == self._pid:
+            if self._code is not None:
+                os._exit(self._code)
             if self._starting:
                 os.write(2, f"shardwise: process {me} ends: {self._starting}.\n".encode())
                 os._exit(LOST_EXIT_CODE)
