@@ -107,7 +107,7 @@ def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
     """
     rows = [json.loads(text) for text in exchange(topic, json.dumps([value, shown]))]
     odd = odd_ones([value for value, _ in rows])
-    if not odd:
+    if len(odd) == 0:
         return
     usual = next(i for i in range(len(rows)) if i not in odd)
     more = f" ({len(odd) - 1} more differ too)" if len(odd) > 1 else ""

@@ -43,7 +43,7 @@ class Replicas:
         """Picks the arrays of which there is more than one copy."""
         arrays = _replicated(state)
         self._names = list(arrays)
-        shardings = [x.sharding for x in arrays.values()]
+        shardings: list[Any] = [x.sharding for x in arrays.values()]
         self._mesh = state.step.sharding.mesh
         self._specs = tuple(sharding.spec for sharding in shardings)
         self._unused = [_unused(spec, self._mesh) for spec in self._specs]

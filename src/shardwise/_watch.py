@@ -159,12 +159,13 @@ class _Files:
 
     def __init__(self, logs: Path, first: int, say: Callable[[str], None]):
         # Their import is slow, and a run without logs needs none of it.
-        from tensorboardX.proto import event_pb2
+        from tensorboardX.proto import event_pb2 as protocol
         from tensorboardX.record_writer import RecordWriter
         from tensorboardX.summary import scalar
 
         self._logs, self._say, self._said = logs, say, False
-        self._event, self._scalar = event_pb2.Event, scalar
+        events: Any = protocol  # made as it is imported: pyright sees no names in it
+        self._event, self._scalar = events.Event, scalar
         self._torn = False
         self._lines: Any = None
         self._board: Any = None
@@ -179,7 +180,7 @@ class _Files:
             self._add(file_version="brain.Event:2")
             if first:
                 # Steps after the one that was restored were never saved: TensorBoard drops them.
-                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                start = events.SessionLog(status=events.SessionLog.START)
                 self._add(step=first + 1, session_log=start)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
