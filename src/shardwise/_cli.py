@@ -30,7 +30,9 @@ def main() -> None:
         if ready is None:
             from ._target import last_frame
 
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            # The package's own errors are sentences, and need no class in front.
+            own = isinstance(error, ValueError) or type(error).__module__.startswith("shardwise")
+            kind = "" if own else f"{type(error).__name__}: "
             text = f"{kind}{text}{last_frame(error)}"
         print(f"shardwise: {' '.join(text.split())}", file=sys.stderr)
         status = 2
