@@ -243,3 +243,112 @@ class Resharded(nnx.Module):
     def __call__(self, x):
         hidden = self.up(x, out_sharding=jax.P(None, None, "model"))
         return self.down(nnx.gelu(hidden), out_sharding=jax.P())
+
+
+class Dropouts(nnx.Module):
+    """Layers alike with dropout between them: random keys and counts among the leaves."""
+
+    def __init__(self, rngs, width=16, layers=8):
+        self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(layers)])
+        self.drops = nnx.List([nnx.Dropout(0.1, rngs=rngs) for _ in range(layers)])
+
+    def __call__(self, x):
+        for layer, drop in zip(self.layers, self.drops, strict=True):
+            x = drop(nnx.tanh(layer(x)))
+        return x
+
+
+class Normed(nnx.Module):
+    """Convolutions and batch norms whose statistics are updated."""
+
+    def __init__(self, rngs, channels=8):
+        self.conv = nnx.Conv(3, channels, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(channels, rngs=rngs)
+        self.head = nnx.Linear(channels, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.norm(self.conv(x))).mean((1, 2)))
+
+
+class Attending(nnx.Module):
+    """Attention with dropout."""
+
+    def __init__(self, rngs, width=16):
+        self.attention = nnx.MultiHeadAttention(
+            4, width, dropout_rate=0.1, deterministic=False, decode=False, rngs=rngs
+        )
+
+    def __call__(self, x):
+        return self.attention(x)
+
+
+class Stacked(nnx.Module):
+    """Layers with dropout, stacked by vmap and scanned over: keys of one dim."""
+
+    def __init__(self, rngs, width=16, layers=3):
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs):
+            return Dropouts(rngs, width, layers=1)
+
+        self.stack = stack(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return layer(x)
+
+        return run(x, self.stack)
+
+
+class Oddments(nnx.Module):
+    """Odd sizes, its own Rngs, counters of small dtypes, a scalar, a weak type, an empty leaf."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 7, rngs=rngs)
+        self.back = nnx.Linear(7, 16, rngs=rngs)
+        self.rngs = rngs.fork()
+        self.calls = nnx.Variable(jnp.zeros((), "uint32"))
+        self.flags = nnx.Variable(jnp.arange(5, dtype="uint8"))
+        self.on = nnx.Variable(jnp.ones((3,), bool))
+        self.scale = nnx.Param(jnp.asarray(1.0))
+        self.none = nnx.Variable(jnp.zeros((0, 4)))
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + jnp.uint32(1)
+        noise = jax.random.normal(self.rngs.noise(), x.shape) * 0.01
+        return self.back(self.linear(x + noise)) * self.scale[...]
+
+
+def squares(model, batch):
+    """A loss for models of numbers to numbers."""
+    return (model(batch) ** 2).mean()
+
+
+def cross_entropy(model, batch):
+    """A loss for models of tokens to logits."""
+    logits = jax.nn.log_softmax(model(batch[:, :-1]))
+    return -jnp.take_along_axis(logits, batch[:, 1:, None], axis=-1).mean()
+
+
+_TOKENS = jax.ShapeDtypeStruct((16, 9), "int32")
+_ROWS = jax.ShapeDtypeStruct((16, 16), "float32")
+_SEQUENCES = jax.ShapeDtypeStruct((16, 8, 16), "float32")
+_IMAGES = jax.ShapeDtypeStruct((16, 8, 8, 3), "float32")
+
+ZOO = {
+    "mlp": (lambda: Mlp(16, 32, nnx.Rngs(0)), squares, _ROWS),
+    "gated": (lambda: GatedMlp(16, 32, nnx.Rngs(0)), squares, _ROWS),
+    "grouped": (lambda: GroupedAttention(16, 4, 2, 8, nnx.Rngs(0)), squares, _SEQUENCES),
+    "tied": (lambda: Transformer(nnx.Rngs(0)), cross_entropy, _TOKENS),
+    "untied": (lambda: Transformer(nnx.Rngs(0), tied=False), cross_entropy, _TOKENS),
+    "scanned": (lambda: Scanned(nnx.Rngs(0)), cross_entropy, _TOKENS),
+    "convolutions": (lambda: ConvNet(nnx.Rngs(0)), squares, _IMAGES),
+    "einsums": (lambda: Einsums(nnx.Rngs(0)), squares, _SEQUENCES),
+    "dropout": (lambda: Dropouts(nnx.Rngs(0)), squares, _ROWS),
+    "batch norm": (lambda: Normed(nnx.Rngs(0)), squares, _IMAGES),
+    "attention with dropout": (lambda: Attending(nnx.Rngs(0)), squares, _SEQUENCES),
+    "stacked with dropout": (lambda: Stacked(nnx.Rngs(0)), squares, _ROWS),
+    "oddments": (lambda: Oddments(nnx.Rngs(0)), squares, _ROWS),
+}
+"""Each model of the zoo with a loss and a batch, ready to be trained."""

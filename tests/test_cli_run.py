@@ -145,12 +145,12 @@ WRONG = {
     ),
     "no steps": (
         ("train", "small.py:recipe", *RUN, "--steps", "0"),
-        "steps=0 is no number of steps: give 1 or more",
+        "Invalid value for '--steps': Input should be greater than or equal to 1",
     ),
     "no devices": (
         ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
-        "the layout is on data=8 of no devices, so nothing can be placed on it: use "
-        "layout.on(sw.mesh('data=8')) for devices that are here",
+        "the layout is on data=8 of no devices, so nothing can be placed on it: give --on here, "
+        "or --on cpu:N for virtual devices",
     ),
     "nothing there": (
         ("checkpoints", "away"),
@@ -212,3 +212,48 @@ def test_demo_shows_a_whole_run(run):
     apart = float(re.search(r"further than (\S+) from", out)[1])
     assert apart < 1e-5
     assert "resumed after step 2" in err and "step 4/4" in err
+
+
+ADVICE = {
+    "nan": (
+        ("nan.py:recipe", "--steps", "3"),
+        "the loss is nan at step 1; nothing was saved: give --checkpoints DIR",
+    ),
+    "ended": (
+        ("short.py:recipe", "--steps", "3"),
+        "the data ended before step 3 of 3: give --steps 2, or data of more epochs",
+    ),
+    "length": (
+        ("train.py:recipe", "--steps", "1", "--data", "tokens.npy"),
+        "the file of tokens tokens.npy is not cut into samples: "
+        "give --length N, the tokens of one sample",
+    ),
+    "dtype": (
+        ("train.py:recipe", "--steps", "1", "--data", "tokens.bin", "--length", "16"),
+        "the file of tokens tokens.bin has no header that says its dtype: "
+        "give --dtype, such as uint16",
+    ),
+    "logs": (
+        ("small.py:recipe", "--steps", "1", "--logs", "small.py/logs"),
+        "logs cannot be written to small.py/logs: a part of the path is a file",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_train_advises_in_options(case, run):
+    Path("nan.py").write_text(
+        "import small, dataclasses\n"
+        "recipe = dataclasses.replace(small.recipe, loss=lambda m, x: small.loss(m, x) * float('nan'))\n"
+        "data = small.data\n"
+    )
+    Path("short.py").write_text(
+        "import numpy as np, shardwise as sw\nfrom small import recipe\n"
+        "data = sw.data(np.ones((16, 16), 'float32'), epochs=1)\n"
+    )
+    np.save("tokens.npy", np.zeros(640, "int32"))
+    np.zeros(640, "int32").tofile("tokens.bin")
+    (target, *options), words = ADVICE[case]
+    status, out, err = run("train", target, *RUN, *options)
+    assert (status, out) == (2, "")
+    assert err.splitlines()[-1] == f"shardwise: {words}"

@@ -116,9 +116,10 @@ def test_a_position_continues_exactly_also_in_other_batches(first, second, taken
 def test_epochs_end_and_hold_each_sample_as_often(count, seed, epochs):
     data = sw.data(np.arange(count, dtype="int32"), seed=seed, epochs=epochs)
     assert len(data) == count
-    if count * epochs < 8:
-        words = f"the data has {count * epochs} samples left of {count * epochs}, fewer than one batch of 8"
-        with pytest.raises(ValueError, match=words):
+    if count < 8:
+        with pytest.raises(
+            ValueError, match=f"the data has {count} samples?, fewer than one batch"
+        ):
             batches(data, rows(8))
         return
     taken = [np.asarray(batch) for batch in batches(data, rows(8))]
@@ -275,11 +276,11 @@ REFUSED = {
     "missing": (lambda path: sw.data(path / "no.npy", length=4), "no.npy does not exist"),
     "no-length": (
         lambda path: sw.data(path / "t.npy"),
-        "a file of tokens needs length=, the tokens of one sample",
+        "t.npy is not cut into samples: give length=, the tokens of one sample",
     ),
     "no-dtype": (
         lambda path: sw.data(path / "t.bin", length=4),
-        "t.bin cannot be read: it has no header: give dtype=, such as 'uint16'",
+        "t.bin has no header that says its dtype: give dtype=, such as 'uint16'",
     ),
     "bad-dtype": (
         lambda path: sw.data(path / "t.bin", length=4, dtype="int17"),
@@ -321,7 +322,7 @@ WRONG = {
         0,
         "batch is int32[8], wanted float32[8] (cast it: .astype('float32'))",
     ),
-    "shape": (np.ones((40, 3), "int32"), rows(8, 4), 0, "batch is int32[8, 3], wanted int32[8, 4]"),
+    "shape": (np.ones((40, 3), "int32"), rows(8, 4), 0, "its batch has shape (3,), wanted (4,)"),
     "structure": ({"x": NUMBERS}, {"y": rows(8)}, 0, "got batch['x'], wanted batch['y']"),
     "sizes": (
         {"x": NUMBERS},
@@ -351,3 +352,141 @@ def test_a_position_past_the_end_is_refused(position):
     left = max(40 - position, 0)
     with pytest.raises(ValueError, match=f"the data has {left} samples left of 40, fewer than one"):
         batches(sw.data(NUMBERS, epochs=1), rows(8), position=position)
+
+
+# --- data that would train silently wrong ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["dp", "second-dim"])
+@pytest.mark.parametrize("length", [8, 32])
+def test_samples_of_another_length_than_the_batch_are_refused(where, length):
+    data = sw.data(np.arange(32 * 16), length=length)
+    with pytest.raises(ValueError) as caught:
+        next(batches(data, rows(8, 16), where))
+    assert str(caught.value) == (
+        f"a sample is not the recipe's: its batch has shape ({length},), wanted (16,), since a "
+        f"batch is int32[8, 16]"
+    )
+
+
+def test_a_leaf_of_another_shape_is_named():
+    data = sw.data({"x": np.zeros((8, 4, 3), "int32"), "y": np.zeros((8, 4), "int32")})
+    batch = {"x": rows(8, 4, 2), "y": rows(8, 4)}
+    with pytest.raises(ValueError, match=r"its batch\['x'\] has shape \(4, 3\), wanted \(4, 2\)"):
+        next(batches(data, batch))
+
+
+def test_tokens_that_do_not_fit_are_refused():
+    tokens = np.arange(160)
+    tokens[37] = 2**32 + 5
+    data = sw.data(tokens, length=16, shuffle=False)
+    with pytest.raises(ValueError, match="^token 4294967301 at index 37 of the tokens does not"):
+        next(batches(data, rows(8, 16)))
+
+
+def test_integers_that_jax_would_change_are_refused():
+    numbers = np.arange(40)
+    numbers[3] = 2**32 + 5
+    wanted = r"^batch has 4294967301 in sample 3, which does not fit int32: JAX would make it 5$"
+    with pytest.raises(ValueError, match=wanted):
+        next(batches(sw.data(numbers), rows(40, dtype="int64")))
+    step = sw.train_step(recipe(rows(40, dtype="int64")), place()[0])
+    with pytest.raises(ValueError, match=wanted):
+        step(sw.train_state(recipe(rows(40, dtype="int64")), place()[0]), numbers)
+
+
+def test_a_transform_or_a_source_that_returns_none_is_refused_at_once():
+    data = sw.data(NUMBERS, transform=lambda x: None if x == 7 else x)
+    with pytest.raises(ValueError, match="^transform returned None for sample 7: "):
+        take(data, 5)
+    with pytest.raises(ValueError, match=r"^sample \d+ of the data is None: "):
+        take(sw.data([None] * 40), 1)
+
+
+@pytest.mark.parametrize("epochs", [None, 8])
+def test_fewer_samples_than_one_batch_are_refused(epochs):
+    with pytest.raises(ValueError, match="^the data has 3 samples, fewer than one batch of 16, "):
+        batches(sw.data(NUMBERS[:3], epochs=epochs), rows(16))
+
+
+class Embedding(nnx.Module):
+    def __init__(self):
+        self.tokens = nnx.Embed(64, 8, rngs=nnx.Rngs(0))
+        self.kinds = nnx.Param(jnp.ones((3, 8)))
+
+    def __call__(self, tokens, kinds):
+        return self.tokens(tokens) + self.kinds[kinds]
+
+
+def lookup_loss(model, batch):
+    x = model(batch["tokens"][:, :-1], batch["kinds"][:, :-1])
+    logits = jax.nn.log_softmax(model.tokens.attend(x))
+    picked = jnp.take_along_axis(logits, batch["tokens"][:, 1:, None], axis=-1)
+    # Labels may be out of range on purpose.
+    labels = jnp.take_along_axis(logits, batch["labels"][:, :-1, None], axis=-1)[..., 0]
+    return -picked.mean() + jnp.where(batch["labels"][:, :-1] < 0, 0, labels).mean()
+
+
+def lookup_batch():
+    return {
+        "tokens": np.full((64, 9), 63, "int32"),
+        "kinds": np.full((64, 9), 2, "int32"),
+        "labels": np.full((64, 9), -100, "int32"),
+    }
+
+
+def fit_lookups(samples, accumulate=1, as_data=True):
+    recipe = sw.Recipe(
+        model=Embedding,
+        loss=lookup_loss,
+        optimizer=optax.sgd(0.1),
+        batch={name: rows(16, 9) for name in samples},
+        accumulate=accumulate,
+    )
+    layout = sw.layout(Embedding, sw.mesh("data=2", on="cpu:2"), "dp")
+    given = [{name: x[i : i + 16] for name, x in samples.items()} for i in range(0, 64, 16)]
+    data = sw.data(samples) if as_data else given
+    return sw.fit(recipe, layout, data, steps=4, show=False)
+
+
+def test_integers_within_bounds_train():
+    assert int(fit_lookups(lookup_batch()).step) == 4
+
+
+@pytest.mark.parametrize(
+    ("leaf", "place", "value", "size"),
+    [
+        ("tokens", (20, 3), 64, 64),
+        ("tokens", (20, 8), 2**20, 64),  # a target alone
+        ("tokens", (20, 0), -1, 64),
+        ("kinds", (20, 0), 3, 3),
+    ],
+    ids=["token", "target", "negative", "kind"],
+)
+@pytest.mark.parametrize("as_data", [True, False], ids=["data", "batches"])
+def test_integers_out_of_bounds_are_refused(leaf, place, value, size, as_data):
+    samples = lookup_batch()
+    samples[leaf][place] = value
+    with pytest.raises(ValueError) as caught:
+        fit_lookups(samples, as_data=as_data)
+    sample = 20 if as_data else 4  # of the data, or of the batch
+    assert str(caught.value).startswith(
+        f"batch['{leaf}'] has {value} in sample {sample}, but the weight that it looks up has "
+        f"{size} rows: "
+    )
+
+
+def test_integers_that_no_weight_is_indexed_by_are_not_bounded():
+    samples = lookup_batch()
+    samples["kinds"][:, 8] = 1000  # cut off by the loss
+    fit_lookups(samples)
+
+
+def test_tokens_outside_the_vocabulary_of_the_shipped_decoder_are_refused():
+    from shardwise.examples import text
+
+    layout = sw.layout(text.make, sw.mesh("data=2", on="cpu:2"), "dp")
+    tokens = np.zeros(64 * 64, "int32")
+    tokens[70] = 300
+    with pytest.raises(ValueError, match=r"batch has 300 in sample 1, .* has 256 rows"):
+        sw.fit(text.recipe, layout, sw.data(tokens, length=64), steps=1, show=False)

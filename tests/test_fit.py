@@ -430,3 +430,57 @@ def test_the_bar_of_a_terminal(tmp_path):
     found = rows(tmp_path / "run-logs")
     assert [row["step"] for row in found] == list(range(1, 31))
     assert all(math.isfinite(row["loss"]) for row in found)
+
+
+# --- logs that cannot be written ------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system without room: a small one of its own, or where that is not allowed, /dev/full."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(place)], capture_output=True
+    ).returncode
+    if mounted == 0:
+        yield place
+        subprocess.run(["umount", str(place)], check=True)
+    else:
+        (place / "metrics.jsonl").symlink_to("/dev/full")
+        yield place
+
+
+def test_a_full_disk_for_logs_does_not_stop_a_run(full_disk, capsys):
+    state = fit_small(steps=120, logs=full_disk, log_every=1, profile=3)
+    assert int(state.step) == 120
+    lines = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
+    assert lines == [
+        f"logs cannot be written to {full_disk}: No space left on device; training goes on without"
+    ]
+
+
+def test_sigterm_is_answered_on_a_full_disk_for_logs(full_disk, tmp_path):
+    logs = tmp_path / "run-logs"
+    logs.symlink_to(full_disk)
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "run"), "100000", "slowly"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "cannot be written" in line:
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143, "".join(lines)
+    assert "stopped after step" in lines[-1]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "locked/logs"])
+def test_logs_in_a_place_that_cannot_be_are_refused_before_training(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    if place.startswith("locked"):
+        # Root may write anywhere but here.
+        logs = Path("/proc/shardwise-logs")
+    else:
+        logs = tmp_path / place
+    with pytest.raises(ValueError, match=rf"^logs cannot be written to {logs}: [^:]+$"):
+        fit_small(logs=logs)

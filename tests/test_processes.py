@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from models import ZOO
 
 HERE = Path(__file__).parent / "processes"
 TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
@@ -23,6 +24,10 @@ CACHE = {
     "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
+
+
+# Many small programs, each run a few times.
+QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def start(directory, axes, steps, processes, *options):
@@ -115,6 +120,27 @@ def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_two, tmp_path
     assert_same(found, straight, first=6)
 
 
+def zoo(directory, processes):
+    """Returns the losses of each model of the zoo: two steps, and one after a restore."""
+    command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
+    command += [sys.executable, str(HERE / "zoo.py"), str(directory)]
+    done = subprocess.run(
+        command, env=os.environ | CACHE | QUICK, capture_output=True, text=True, timeout=400
+    )
+    line = next((x for x in done.stdout.splitlines() if '"losses"' in x), None)
+    assert done.returncode == 0 and line, done.stdout[-2000:] + done.stderr[-4000:]
+    found = json.loads(line.removeprefix("[0] "))
+    assert not found["failed"], found["failed"]
+    return found["losses"]
+
+
+def test_every_model_of_the_zoo_runs_on_two_processes_as_on_one(tmp_path):
+    one, two = zoo(tmp_path / "one", 1), zoo(tmp_path / "two", 2)
+    assert list(one) == list(two) == list(ZOO)
+    for name, found in two.items():
+        np.testing.assert_allclose(found, one[name], rtol=2e-4, err_msg=name)
+
+
 def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straight, tmp_path):
     with start(tmp_path, "data=8", 1000, 2, "--slow") as process:
         lines = read_until(process, r"step 7/1000")
@@ -141,3 +167,83 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     found = run(tmp_path, "data=8", max(12, stopped + 2), 2)
     assert sorted(found) == list(range(1, max(12, stopped + 2) + 1))
     assert_same(found, straight)
+
+
+# --- processes that differ, and one that fails ----------------------------------------------------
+
+
+def differ(directory, *options):
+    """Returns the exit code, and what each process wrote."""
+    command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
+    command += [sys.executable, str(HERE / "differ.py"), str(directory), *options]
+    done = subprocess.run(
+        command, env=os.environ | CACHE, capture_output=True, text=True, timeout=180
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+NAMED = r"process 1 of 2 \(pid \d+ on host \S+\)"
+DIFFERENCES = {
+    "rate": "differs from the others in the program of a step",
+    "seed": "differs from the others in the program that initialises the model",
+    "loss": "differs from the others in the program of a step",
+    "data": r"differs from the others in the data \(digest of some samples=\w+, against ",
+    "arguments": r"differs from the others in the arguments of fit \(steps=3, against steps=4\): ",
+    "directory": r"sees no checkpoints in \S+-of-its-own, while process 0 sees step 2 in \S+/directory:",
+}
+
+
+def test_processes_that_differ_are_named_by_all(tmp_path):
+    code, output = differ(tmp_path, ",".join(DIFFERENCES), "exit")
+    assert code == 4, output
+    for mode, words in DIFFERENCES.items():
+        for index in range(2):
+            line = rf"\[{index}\] {mode}: ProcessesDiffer: {NAMED} {words}"
+            assert re.search(line, output), (mode, index, output)
+
+
+def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(tmp_path):
+    code, output = differ(tmp_path, "corrupt")
+    assert code == 1, output
+    words = (
+        r"corrupt: ReplicasDiffer: the copies of model\.kernel differ after step 2: cpu \d+ of "
+        r"process 1 has other values than the other devices; the last good checkpoint is step 2 in"
+    )
+    assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
+    assert [p.name for p in (tmp_path / "corrupt").iterdir()] == ["2"]
+
+
+def test_a_restore_that_fails_on_one_process_is_raised_by_all(tmp_path):
+    code, output = differ(tmp_path, "restore")
+    assert code == 1, output
+    assert "[1] restore: CheckpointError: its disk is away" in output
+    words = rf"\[0\] restore: LostProcess: {NAMED} failed while checking step 2: its disk is away"
+    assert re.search(words, output), output
+
+
+def test_a_read_that_fails_on_one_process_ends_all(tmp_path):
+    code, output = differ(tmp_path, "read")
+    assert code == 1, output
+    assert "process 1 exited with code 1" in output
+    assert "[1] read: OSError: the file is away" in output
+
+
+@pytest.mark.parametrize("wrong", ["target", "data"])
+def test_train_fails_on_all_when_one_process_cannot_begin(wrong, tmp_path):
+    np.save(tmp_path / "tokens.npy", np.zeros(64 * 64, "int32"))
+    right = ["shardwise.examples.text:recipe", "--data", str(tmp_path / "tokens.npy")]
+    other = [right[0].replace("recipe", "recipes"), *right[1:]] if wrong == "target" else None
+    other = other or [*right[:2], str(tmp_path / "away.npy")]
+    options = "--length 64 --mesh data=4 --strategy dp --steps 1".split()
+    train = f"{sys.executable} -m shardwise train"
+    script = f"""
+    if [ $SHARDWISE_PROCESS = 1 ]; then exec {train} {" ".join(other + options)}
+    else exec {train} {" ".join(right + options)}; fi"""
+    command = [sys.executable, str(HERE / "launch.py"), "2", "2", "sh", "-c", script]
+    done = subprocess.run(
+        command, env=os.environ | CACHE, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    why = {"target": "has no 'recipes'", "data": "away.npy does not exist"}[wrong]
+    assert re.search(rf"\[1\] shardwise: .*{why}", done.stderr), done.stderr
+    assert re.search(rf"\[0\] shardwise: .*{NAMED} failed while loading .*{why}", done.stderr)

@@ -1,5 +1,6 @@
 """Training: loss curves on eight devices against Flax's and JAX's own loops on one."""
 
+import dataclasses
 import functools
 import re
 
@@ -499,3 +500,96 @@ def test_a_callers_own_mesh_does_not_disturb(axes):
     state, metrics = step(state, one_batch(VECTORS, 2))
     np.testing.assert_allclose(metrics["loss"], reference("mlp")[0][2], rtol=TOLERANCE)
     assert_lies(state, step)
+
+
+# --- weights that exist ---------------------------------------------------------------------------
+
+
+class Small(nnx.Module):
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.drop(self.up(x)))
+
+
+def small_recipe(**more):
+    return sw.Recipe(
+        model=Small,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.adam(1e-2),
+        batch=jax.ShapeDtypeStruct((16, 16), "float32"),
+        **more,
+    )
+
+
+GIVEN = {
+    "model": lambda model: model,
+    "state": lambda model: nnx.split(model)[1],
+    "arrays": lambda model: {
+        ".".join(map(str, path)): x[...] if isinstance(x, nnx.Variable) else x
+        for path, x in nnx.to_flat_state(nnx.split(model)[1])
+    },
+    "sharded": lambda model: sw.shard(model, small_layout()),
+}
+
+
+def small_layout():
+    return sw.layout(Small, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_state_begins_with_given_weights(kind):
+    model = Small(7)
+    given = GIVEN[kind](model)
+    recipe, layout = small_recipe(ema=0.9), small_layout()
+    state = sw.train_state(recipe, layout, model=given)
+    assert not sw.audit(layout, state.to_model(Small)).errors
+    np.testing.assert_array_equal(state.model["up.kernel"], model.up.kernel[...])
+    np.testing.assert_array_equal(state.ema["up.kernel"], model.up.kernel[...])
+    assert int(state.step) == 0 and not np.asarray(state.optimizer["0.mu.up.kernel"]).any()
+    key = jax.random.key_data(state.model["drop.rngs.key"])
+    np.testing.assert_array_equal(key, jax.random.key_data(model.drop.rngs.key[...]))
+    # The step uses its state up, and not what was given.
+    step = sw.train_step(recipe, layout)
+    for _ in range(2):
+        state, _ = step(state, np.ones((16, 16), "float32"))
+    for x in jax.tree.leaves(given if kind != "model" else nnx.split(given)[1]):
+        assert not x.is_deleted()
+
+
+def test_given_weights_of_another_model_are_refused():
+    recipe, layout = small_recipe(), small_layout()
+    arrays = sw.train_state(recipe, layout).model
+    some = {path: x for path, x in arrays.items() if path.startswith("up.")}
+    with pytest.raises(sw.LayoutError) as caught:
+        sw.train_state(recipe, layout, model=some)
+    assert "SW202" in str(caught.value) and "norm.scale" in str(caught.value)
+    state = sw.train_state(recipe, layout, model={**arrays, **some})
+    assert state.model.keys() == arrays.keys()
+    with pytest.raises(sw.LayoutError, match="SW204"):
+        sw.train_state(recipe, layout, model={**arrays, "up.bias": np.zeros(3, "float32")})
+    with pytest.raises(sw.LayoutError, match="SW203"):
+        sw.train_state(recipe, layout, model={**arrays, "down.bias": np.zeros(3, "float32")})
+    with pytest.raises(ValueError, match="^up.bias of the given model is a ShapeDtypeStruct"):
+        sw.train_state(
+            recipe, layout, model={**arrays, "up.bias": jax.ShapeDtypeStruct((32,), "float32")}
+        )
+    with pytest.raises(ValueError, match="^model is a list: give a model with arrays"):
+        sw.train_state(recipe, layout, model=[1])
+
+
+def test_fit_begins_with_given_weights_but_a_checkpoint_comes_first(tmp_path, capsys):
+    recipe, layout = small_recipe(), small_layout()
+    data = [np.ones((16, 16), "float32")] * 4
+    frozen = dataclasses.replace(recipe, optimizer=optax.sgd(0.0))
+    state = sw.fit(frozen, layout, data, steps=1, show=False, model=Small(7))
+    np.testing.assert_array_equal(state.model["up.kernel"], Small(7).up.kernel[...])
+    place = sw.Checkpoints(tmp_path)
+    sw.fit(frozen, layout, data, steps=1, show=False, checkpoints=place)
+    state = sw.fit(frozen, layout, data, steps=2, checkpoints=place, model=Small(7))
+    np.testing.assert_array_equal(state.model["up.kernel"], Small(0).up.kernel[...])
+    assert f"resumed after step 1 of {tmp_path}, not from the model" in capsys.readouterr().err

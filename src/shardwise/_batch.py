@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ._bounds import Bound
 from ._layout import Layout
 from ._mesh import AnyMesh, show_mesh
 from ._recipe import Recipe
@@ -86,6 +88,53 @@ def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None
             wrong.append(f"{name} is {dtype}{list(shape)}, wanted {_show(want)}{also}{cast}")
     if wrong:
         raise ValueError(f"the batch is not the recipe's: {'; '.join(wrong)}")
+
+
+def require_integers(
+    batch: Any, planned: Any, bounds: Sequence[Bound], sample: Callable[[int], int]
+) -> None:
+    """Refuses integers that the step would not see as they are.
+
+    Args:
+        batch: host arrays, in the structure of `planned`; dim 0 may be of some samples only.
+        planned: what the recipe says, with the dtypes that JAX makes of it.
+        bounds: what the step's lookups allow.
+        sample: says which sample a row is.
+
+    Raises:
+        ValueError: one does not fit its dtype, or the weight that it indexes has no such row.
+    """
+    flat = list(named_batch(batch))
+    for (name, x), want in zip(flat, jax.tree.leaves(planned), strict=True):
+        if x.dtype == want.dtype or not (_is_integer(x.dtype) and _is_integer(want.dtype)):
+            continue
+        limits = np.iinfo(want.dtype)
+        if place := _outside(x, int(limits.min), int(limits.max)):
+            raise ValueError(
+                f"{name} has {x[place]} in sample {sample(place[0])}, which does not fit "
+                f"{want.dtype}: JAX would make it {x[place].astype(want.dtype)}"
+            )
+    for bound in bounds:
+        name, x = flat[bound.leaf]
+        part = x[(slice(None), *(slice(*ends) for ends in bound.part[1:]))] if x.ndim else x
+        if part.ndim and (place := _outside(part, 0, bound.size - 1)):
+            raise ValueError(
+                f"{name} has {part[place]} in sample {sample(place[0])}, but the weight that it "
+                f"looks up has {bound.size} rows: give integers from 0 to {bound.size - 1}, as "
+                f"tokens within the vocabulary"
+            )
+
+
+def _outside(x: np.ndarray, least: int, most: int) -> tuple[int, ...] | None:
+    """Returns the place of the first number that is out of range, if there is one."""
+    if not x.size or (int(x.min()) >= least and int(x.max()) <= most):
+        return None
+    first = int(np.argmax((x < least) | (x > most)))
+    return tuple(int(i) for i in np.unravel_index(first, x.shape))
+
+
+def _is_integer(dtype: Any) -> bool:
+    return np.issubdtype(dtype, np.integer)
 
 
 def local_spans(leaf: Any) -> list[tuple[tuple[int, int], ...]]:

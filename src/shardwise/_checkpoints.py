@@ -23,6 +23,7 @@ from ._findings import Allow
 from ._layout import Layout
 from ._lockfile import key_impl
 from ._mesh import show_mesh
+from ._parts import put_anywhere, wrap_keys
 from ._place import own_mesh, require_devices
 from ._preflight import Preflight, array_rows, flight_check, named_arrays
 from ._recipe import Recipe
@@ -290,7 +291,7 @@ class Checkpoints:
 
             stored = _on_disk(plan.abstract)
             read = read_arrays(self.directory / str(step) / "state", _tree(stored))
-            arrays = _from_tree(read)
+            arrays = _from_tree(read, stored)
             wrong = _wrong_arrays(arrays, about)
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -437,20 +438,27 @@ def _in_memory(state: TrainState, plan: Blueprint) -> TrainState:
     def one(x: Any, like: Any) -> Any:
         if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return x
-        keys = jax.random.wrap_key_data(x, impl=key_impl(str(like.dtype)))
-        return jax.device_put(keys, like.sharding)
+        return wrap_keys(x, like.sharding, key_impl(str(like.dtype)))
 
     return jax.tree.map(one, state, plan.abstract)
 
 
 def _tree(state: TrainState) -> dict[str, Any]:
     parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+    # Orbax writes no array without elements, and there is nothing of it to be read.
+    parts = {name: {k: x for k, x in part.items() if x.size} for name, part in parts.items()}
     return {"step": state.step, **{name: part for name, part in parts.items() if part}}
 
 
-def _from_tree(tree: dict[str, Any]) -> TrainState:
-    parts = [tree.get(name, {}) for name in ("model", "optimizer", "ema")]
-    return TrainState(tree["step"], *parts)
+def _from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
+    def part(name: str) -> dict[str, Any]:
+        read = tree.get(name, {})
+        return {
+            k: read[k] if x.size else put_anywhere(np.zeros(x.shape, x.dtype), x.sharding)
+            for k, x in getattr(like, name).items()
+        }
+
+    return TrainState(tree["step"], part("model"), part("optimizer"), part("ema"))
 
 
 def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:

@@ -88,6 +88,8 @@ def _sentence(error: Exception) -> str:
 
         if isinstance(error, OSError) and error.strerror:
             return f"{error.filename or 'a stream'}: {error.strerror}{last_frame(error)}"
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        # The package's own errors are sentences, and need no class in front.
+        own = isinstance(error, ValueError) or type(error).__module__.startswith("shardwise")
+        kind = "" if own else f"{type(error).__name__}: "
         text = f"{kind}{text}{last_frame(error)}"
     return " ".join(text.split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -64,7 +65,9 @@ def train(
     mesh: MeshOption,
     steps: Annotated[
         int,
-        typer.Option("--steps", metavar="N", help="How many steps in all.", rich_help_panel=_RUN),
+        typer.Option(
+            "--steps", metavar="N", help="How many steps in all.", min=1, rich_help_panel=_RUN
+        ),
     ],
     on: OnOption = "here",
     strategy: StrategyOption = None,
@@ -87,6 +90,7 @@ def train(
             "--length",
             metavar="N",
             help="Tokens of one sample of a file.",
+            min=1,
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -106,7 +110,7 @@ def train(
     every: Annotated[
         int | None,
         typer.Option(
-            "--every", metavar="N", help="Save after so many steps.", rich_help_panel=_RUN
+            "--every", metavar="N", help="Save after so many steps.", min=1, rich_help_panel=_RUN
         ),
     ] = None,
     minutes: Annotated[
@@ -117,7 +121,9 @@ def train(
     ] = None,
     keep: Annotated[
         int,
-        typer.Option("--keep", metavar="N", help="Checkpoints to keep.", rich_help_panel=_RUN),
+        typer.Option(
+            "--keep", metavar="N", help="Checkpoints to keep.", min=1, rich_help_panel=_RUN
+        ),
     ] = 3,
     resume: Annotated[
         bool,
@@ -141,39 +147,44 @@ def train(
     """Trains a recipe."""
     import jax
 
+    from ._agree import agreed_steps, together
     from ._checkpoints import Checkpoints
     from ._distributed import distributed
     from ._fit import fit
+    from ._peers import noting_failure
     from ._recipe import Recipe
     from ._stopping import Stopped
 
     began = time.perf_counter()
-    distributed()
-    recipe, made = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
-    if not isinstance(recipe, Recipe):
-        raise ValueError(
-            f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, with its "
-            f"loss, optimizer and batch"
-        )
-    store = None
-    if checkpoints is not None:
-        store = Checkpoints(checkpoints, keep=keep, every=every, minutes=minutes)
-        if store.steps() and not resume:
-            raise ValueError(
-                f"{checkpoints} has checkpoints up to step {store.steps()[-1]}: give --resume to "
-                f"go on from there, or another directory"
-            )
-    elif every or minutes or resume:
+    if checkpoints is None and (every or minutes or resume):
         raise ValueError("--every, --minutes and --resume need --checkpoints DIR")
-    samples = _find_data(target, data, length, dtype)
-    first = store.steps()[-1] if store is not None and store.steps() else 0
-    status, last = 0, steps
-    try:
-        state = fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
-        last = int(state.step)
-    except Stopped as stopped:
-        status, last = stopped.status, stopped.step
+    distributed()
+    with noting_failure():
+        with together(f"loading {target} and the data"):
+            recipe, made = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
+            if not isinstance(recipe, Recipe):
+                raise ValueError(
+                    f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, with "
+                    f"its loss, optimizer and batch"
+                )
+            samples = _find_data(target, data, length, dtype)
+            store = None
+            if checkpoints is not None:
+                store = Checkpoints(checkpoints, keep=keep, every=every, minutes=minutes)
+        saved = agreed_steps(store) if store is not None else []
+        if saved and not resume:
+            raise ValueError(
+                f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to go on "
+                f"from there, or another directory"
+            )
+        status, last = 0, steps
+        try:
+            state = fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
+            last = int(state.step)
+        except Stopped as stopped:
+            status, last = stopped.status, stopped.step
     if format is Format.json and jax.process_index() == 0:  # once, however many processes run it
+        first = saved[-1] if saved else 0
         counted = {"steps": steps, "first_step": first, "last_step": last, "status": status}
         seconds = time.perf_counter() - began
         tell_json({**counted, "seconds": seconds, **_summary(recipe, made, store, logs)})
@@ -190,8 +201,10 @@ def _summary(
     optimizer = made.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
     metrics = None
     if logs is not None:
-        lines = (Path(logs) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        metrics = json.loads(lines[-1]) if lines else None
+        # Its last line is cut off where the disk was full.
+        with contextlib.suppress(OSError, ValueError):
+            lines = (Path(logs) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            metrics = json.loads(lines[-1]) if lines else None
     return {
         "axes": show_mesh(made.mesh),
         "devices": made.mesh.size,

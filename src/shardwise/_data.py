@@ -12,11 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._batch import local_spans
+from ._batch import local_spans, named_batch, require_integers
+from ._bounds import Bound, whole_rows
 from ._layout import Layout
 from ._recipe import Recipe
 from ._step import Blueprint, blueprint
 from ._train import Putter
+from ._words import count, helped
+
+_INT32 = np.iinfo("int32")
 
 
 def data(
@@ -95,9 +99,9 @@ class Data:
         """
         return self.on(blueprint(recipe, layout), position=position)
 
-    def on(self, plan: Blueprint, *, position: int = 0) -> Batches:
-        """Returns the same for a plan that is made already."""
-        return Batches(self, plan, position)
+    def on(self, plan: Blueprint, *, position: int = 0, bounds: Sequence[Bound] = ()) -> Batches:
+        """Returns the same for a plan that is made already, its integers within bounds."""
+        return Batches(self, plan, position, bounds)
 
 
 class Batches(Iterator[Any]):
@@ -107,7 +111,7 @@ class Batches(Iterator[Any]):
         position: how many samples the batches that were taken had; saved in checkpoints.
     """
 
-    def __init__(self, given: Data, plan: Blueprint, position: int):
+    def __init__(self, given: Data, plan: Blueprint, position: int, bounds: Sequence[Bound] = ()):
         """Starts to read ahead."""
         import grain
 
@@ -115,14 +119,24 @@ class Batches(Iterator[Any]):
             raise ValueError(f"position={position} is before the first sample: give 0 or more")
         self.size = _batch_size(plan.batch)
         self.position = position
+        if len(given) < self.size:
+            raise ValueError(
+                f"the data has {count(len(given), 'sample')}, fewer than one batch of {self.size}, so "
+                f"that a batch would have samples twice: give more data, or a recipe with a smaller "
+                f"batch"
+            )
         self._put = Putter(plan)
-        dataset = grain.MapDataset.source(given.samples)
-        if given.shuffle:
-            dataset = dataset.shuffle(seed=given.seed)
-        if given.transform is not None:
-            dataset = dataset.map(given.transform)
-        dataset = dataset.repeat(given.epochs)
-        parts = _Parts(dataset, plan.batch, self.size, position)
+
+        def in_order(source: Any) -> Any:
+            dataset = grain.MapDataset.source(source)
+            if given.shuffle:
+                dataset = dataset.shuffle(seed=given.seed)
+            return dataset.repeat(given.epochs)
+
+        dataset = in_order(_Transformed(given.samples, given.transform))
+        # Where a sample stands in the source, for errors.
+        numbers = in_order(range(len(given)))
+        parts = _Parts(dataset, numbers, plan, self.size, position, bounds)
         if len(parts) < 1:
             raise ValueError(
                 f"the data has {max(len(dataset) - position, 0)} samples left of {len(dataset)}, fewer "
@@ -138,7 +152,7 @@ class Batches(Iterator[Any]):
         # Placing is asynchronous, so one batch ahead travels while a step computes.
         while len(self._ahead) < self._most:
             try:
-                self._ahead.append(self._put(next(self._read)))
+                self._ahead.append(self._put(_raised(next(self._read))))
             except StopIteration:
                 break
         if not self._ahead:
@@ -147,13 +161,48 @@ class Batches(Iterator[Any]):
         return self._ahead.popleft()
 
 
+class _Transformed:
+    """A source with each sample transformed. Grain would take None for a sample to leave out."""
+
+    def __init__(self, samples: Any, transform: Callable[[Any], Any] | None):
+        self.samples, self.transform = samples, transform
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        sample = self.samples[index]
+        if sample is None:
+            raise ValueError(
+                f"sample {int(index)} of the data is None: a source must have a sample for each "
+                f"index below its len; one that was filtered has gaps"
+            )
+        if self.transform is None:
+            return sample
+        sample = self.transform(sample)
+        if sample is None:
+            raise ValueError(
+                f"transform returned None for sample {int(index)}: it must return the sample"
+            )
+        return sample
+
+
 class _Parts:
     """This process's part of each batch, stacked: a source of Grain's."""
 
-    def __init__(self, dataset: Any, planned: Any, size: int, position: int):
-        self.dataset, self.size, self.position = dataset, size, position
-        self.spans = [local_spans(leaf) for leaf in jax.tree.leaves(planned)]
-        self.treedef = jax.tree.structure(planned)
+    def __init__(
+        self,
+        dataset: Any,
+        numbers: Any,
+        plan: Blueprint,
+        size: int,
+        position: int,
+        bounds: Sequence[Bound],
+    ):
+        self.dataset, self.numbers, self.size, self.position = dataset, numbers, size, position
+        self.planned, self.bounds = plan.batch, whole_rows(bounds, plan.batch)
+        self.spans = [local_spans(leaf) for leaf in jax.tree.leaves(self.planned)]
+        self.treedef = jax.tree.structure(self.planned)
         held = {row for spans in self.spans for row in _indices(spans[0])}
         self.rows = sorted(held)
 
@@ -161,16 +210,52 @@ class _Parts:
         return max(len(self.dataset) - self.position, 0) // self.size
 
     def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._part(index)
+        except Exception as error:
+            # Raised here, it would carry a paragraph of Grain's about its own frames.
+            return _Failed(error)
+
+    def _part(self, index: Any) -> Any:
         first = self.position + int(index) * self.size
         samples = [self.dataset[first + row] for row in self.rows]
         stacked = jax.tree.map(_stack, *samples)
         if jax.tree.structure(stacked) != self.treedef:
             return stacked  # the placing says what is wrong
+        self._require_shapes(stacked)
+        require_integers(
+            stacked,
+            self.planned,
+            self.bounds,
+            lambda row: int(self.numbers[first + self.rows[row]]),
+        )
         flat = [
             _box(x, spans, self.rows)
             for x, spans in zip(jax.tree.leaves(stacked), self.spans, strict=True)
         ]
         return jax.tree.unflatten(self.treedef, flat)
+
+    def _require_shapes(self, stacked: Any) -> None:
+        """Refuses samples of another shape, here: what is cut for this process no longer shows it."""
+        for (name, x), want in zip(
+            named_batch(stacked), jax.tree.leaves(self.planned), strict=True
+        ):
+            if x.shape[1:] != want.shape[1:]:
+                raise ValueError(
+                    f"a sample is not the recipe's: its {name} has shape {x.shape[1:]}, wanted "
+                    f"{want.shape[1:]}, since a batch is {want.dtype}{list(want.shape)}"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failed:
+    error: Exception
+
+
+def _raised(part: Any) -> Any:
+    if isinstance(part, _Failed):
+        raise part.error
+    return part
 
 
 def _stack(*xs: Any) -> np.ndarray:
@@ -183,12 +268,11 @@ def _stack(*xs: Any) -> np.ndarray:
 
 def _box(x: np.ndarray, spans: Sequence[Any], rows: Sequence[int]) -> np.ndarray:
     """Returns what this process holds of rows that were read whole."""
-    for dim, parts in enumerate(spans[: x.ndim]):
+    for dim, parts in enumerate(spans):
         kept = _indices(parts)
         if dim == 0:
             kept = [rows.index(row) for row in kept] if kept != rows else range(len(rows))
-        # A sample of another shape is left as it is: the placing says what is wrong.
-        if len(kept) < x.shape[dim] and max(kept, default=0) < x.shape[dim]:
+        if len(kept) < x.shape[dim]:
             x = np.take(x, list(kept), axis=dim)
     return x
 
@@ -209,9 +293,14 @@ def _batch_size(planned: Any) -> int:
 
 def _samples(source: Any, length: int | None, dtype: Any) -> Any:
     if isinstance(source, str | os.PathLike):
-        source = _open(Path(source), dtype)
         if length is None:
-            raise ValueError("a file of tokens needs length=, the tokens of one sample")
+            raise helped(
+                ValueError,
+                f"the file of tokens {source} is not cut into samples",
+                python="give length=, the tokens of one sample",
+                cli="give --length N, the tokens of one sample",
+            )
+        source = _open(Path(source), dtype)
     if length is not None:
         return _Windows(source, length)
     if isinstance(source, np.ndarray | jax.Array | Mapping | tuple):
@@ -227,11 +316,16 @@ def _samples(source: Any, length: int | None, dtype: Any) -> Any:
 def _open(path: Path, dtype: Any) -> np.ndarray:
     if not path.is_file():
         raise ValueError(f"the file of tokens {path} does not exist")
+    if path.suffix != ".npy" and dtype is None:
+        raise helped(
+            ValueError,
+            f"the file of tokens {path} has no header that says its dtype",
+            python="give dtype=, such as 'uint16'",
+            cli="give --dtype, such as uint16",
+        )
     try:
         if path.suffix == ".npy":
             return np.load(path, mmap_mode="r")
-        if dtype is None:
-            raise ValueError("it has no header: give dtype=, such as 'uint16'")
         return np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"the file of tokens {path} cannot be read: {error}") from error
@@ -256,7 +350,15 @@ class _Windows:
 
     def __getitem__(self, index: Any) -> np.ndarray:
         start = int(index) * self.length
-        return np.asarray(self.tokens[start : start + self.length]).astype("int32")
+        sample = np.asarray(self.tokens[start : start + self.length])
+        if not np.can_cast(sample.dtype, "int32"):
+            wrong = np.flatnonzero((sample < _INT32.min) | (sample > _INT32.max))
+            if wrong.size:
+                raise ValueError(
+                    f"token {sample[wrong[0]]} at index {start + wrong[0]} of the tokens does not "
+                    f"fit int32"
+                )
+        return sample.astype("int32")
 
 
 class _Rows:
@@ -280,10 +382,10 @@ class _Rows:
 class _Replayed(Iterator[Any]):
     """Batches of any iterable, wound forward to where a run left off."""
 
-    def __init__(self, batches: Any, plan: Blueprint, position: int):
+    def __init__(self, batches: Any, plan: Blueprint, position: int, bounds: Sequence[Bound]):
         self.size = max((x.shape[0] for x in jax.tree.leaves(plan.batch) if x.shape), default=1)
         self.position = position
-        self._put = Putter(plan)
+        self._put = Putter(plan, bounds)
         self._rest = iter(batches)
         for _ in range(position // self.size):
             next(self._rest, None)
@@ -294,16 +396,20 @@ class _Replayed(Iterator[Any]):
         return batch
 
 
-def open_batches(given: Any, plan: Blueprint, position: int) -> Batches | _Replayed:
+def open_batches(
+    given: Any, plan: Blueprint, position: int, bounds: Sequence[Bound] = ()
+) -> Batches | _Replayed:
     """Returns the batches after `position` samples, of a `Data` or of any iterable of batches.
+
+    Integers out of `bounds` are refused when their batch is read.
 
     Raises:
         ValueError: it is neither.
     """
     if isinstance(given, Data):
-        return given.on(plan, position=position)
+        return given.on(plan, position=position, bounds=bounds)
     if not hasattr(given, "__iter__"):
         raise ValueError(
             f"the data is a {type(given).__name__}: give sw.data(…), or an iterable of batches"
         )
-    return _Replayed(given, plan, position)
+    return _Replayed(given, plan, position, bounds)

@@ -132,7 +132,7 @@ def _sum_of(part: jax.Array, kind: _Kind, mesh: Mesh) -> jax.Array:
     coordinates = _coordinates(part, kind)
     last = coordinates[-1] if coordinates else jnp.uint32(0)
     total = jnp.zeros(3, jnp.uint32)
-    for number, word in enumerate(_words(part)):
+    for number, word in enumerate(words_of(part)):
         key: Pair = _seed(kind, number)
         for pair in _pairs(coordinates[:-1]):
             key = _threefry(key, pair)
@@ -157,7 +157,7 @@ def _sums_of_small(parts: Sequence[jax.Array], kinds: Sequence[_Kind], mesh: Mes
     for indices in by_dtype.values():
         flat = [jnp.pad(parts[i].reshape(-1), (0, width - parts[i].size)) for i in indices]
         stacked = jnp.stack(flat)
-        for number, word in enumerate(_words(stacked)):
+        for number, word in enumerate(words_of(stacked)):
             owners += indices
             seeds += [_seed(kinds[i], number) for i in indices]
             words.append(word)
@@ -256,10 +256,10 @@ def _not_finite(part: jax.Array) -> jax.Array:
     return (~jnp.isfinite(part)).astype(jnp.uint32)
 
 
-def _words(array: jax.Array) -> list[jax.Array]:
+def words_of(array: jax.Array) -> list[jax.Array]:
     """Returns the bits of the elements, as one array of 32-bit words for each word of an element."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        return [*_words(array.real), *_words(array.imag)]
+        return [*words_of(array.real), *words_of(array.imag)]
     if array.dtype.name.startswith("float4"):
         array = jax.lax.bitcast_convert_type(array, jnp.uint4)
     # Booleans, and numbers of less than a byte, have no bits of their own to look at.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +14,29 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from ._agree import agreed_steps, known_to_all, together
+from ._bounds import index_bounds
 from ._checkpoints import CheckpointError, Checkpoints
 from ._data import Data, open_batches
 from ._digest import digests
+from ._fingerprint import program_parts, require_same_run, run_parts
 from ._layout import Layout
 from ._peers import LostProcess, naming_lost_process
 from ._place import own_mesh, require_devices
-from ._preflight import named_arrays
+from ._preflight import flight_check, named_arrays
 from ._recipe import Recipe
+from ._replicas import Replicas, ReplicasDiffer
 from ._state import TrainState
 from ._step import Blueprint, blueprint
 from ._stopping import Stopped, Stopping
 from ._terminal import working
-from ._train import Step, train_state
-from ._watch import NotFinite, Watch
+from ._train import Step, begin, given_arrays
+from ._watch import NotFinite, Watch, require_logs
+from ._words import helped
 
 _PROFILED_STEPS = 5
+_COMPARED_STEPS = 1000
+_Error = TypeVar("_Error", bound=Exception)
 
 
 def fit(
@@ -47,6 +54,7 @@ def fit(
     log_every: int = 10,
     profile: int | None = None,
     show: bool = True,
+    model: Any = None,
 ) -> TrainState:
     """Returns the state after `steps` steps.
 
@@ -68,8 +76,12 @@ def fit(
             terminal has no progress bar.
         profile: the step from which five are profiled.
         show: whether to show progress.
+        model: weights to begin with, as `sw.train_state` takes them; a checkpoint to resume from
+            comes first.
 
     Raises:
+        ProcessesDiffer: a process runs another program, or has other data or checkpoints.
+        ReplicasDiffer: devices of several processes hold different values of the same array.
         NotFinite: the loss became NaN or infinite; the last checkpoint is from before.
         Stopped: a signal came.
         CheckpointError: a checkpoint could not be written or read.
@@ -89,36 +101,69 @@ def fit(
         10
     """
     _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
-    _require_place(checkpoints, resume)
-    plan = blueprint(recipe, layout)
-    mesh = require_devices(plan.layout)
-    step = Step(plan)
+    _require_place(checkpoints)
     shown = show and jax.process_index() == 0
-    saved = checkpoints.steps() if checkpoints is not None else []
+    folder = Path(logs) if logs is not None else None
+    with together("preparing the run"):
+        plan = blueprint(recipe, layout)
+        mesh = require_devices(plan.layout)
+        step = Step(plan)
+        given = given_arrays(model, plan) if model is not None else None
+        if folder is not None and jax.process_index() == 0:
+            require_logs(folder)
+        arguments = {
+            "steps": steps,
+            "checkpoints": checkpoints and (checkpoints.every, checkpoints.minutes),
+            "resume": resume,
+            "evaluate": evaluate_every and (evaluate_every, evaluate_batches),
+            "model": model is not None,
+        }
+        parts = run_parts(plan, data, evaluate, arguments)
+    require_same_run(parts)
+    saved = agreed_steps(checkpoints) if checkpoints is not None else []
+    if checkpoints is not None and saved and not resume:
+        raise ValueError(
+            f"resume=False would begin anew in {checkpoints.directory}, which has checkpoints up "
+            f"to step {saved[-1]}: give another directory, or remove them"
+        )
     if checkpoints is not None and (not saved or saved[-1] < steps):
-        checkpoints.require_writable()
+        with together("preparing the checkpoints"):
+            checkpoints.require_writable()
+    with together("tracing the step"):
+        # Traced once: the first step finds it in JAX's cache.
+        traced = step.jitted.trace(plan.abstract, plan.batch).jaxpr
+        bounds = index_bounds(traced, len(jax.tree.leaves(plan.batch)))
+        programs = program_parts(plan, traced, given)
+    require_same_run(programs)
     if checkpoints is not None and saved:
         newest = saved[-1]
-        with working(f"restoring step {newest}", show=shown):
+        # By metadata alone first: reading waits for all processes, also for one that has failed.
+        with together(f"checking step {newest}"):
+            flight_check(plan, checkpoints.about(newest)).findings.raise_if_errors()
+        with together(f"restoring step {newest}"), working(f"restoring step {newest}", show=shown):
             state = checkpoints.restore(recipe, layout, step=newest)
-        position = checkpoints.about(newest)["position"]
+            position = checkpoints.about(newest)["position"]
     else:
-        with working("initialising the model in its shards", show=shown):
-            state, position = train_state(recipe, layout), 0
+        doing = "initialising the model in its shards"
+        with together(doing), working(doing, show=shown):
+            state, position = begin(plan, given), 0
     first = int(state.step)
     saver = _Saver(plan, checkpoints, state)
-    folder = Path(logs) if logs is not None else None
-    tracer = _Profile(folder or (checkpoints.directory if checkpoints else Path.cwd()))
     judge = _Judge(plan, evaluate, evaluate_batches) if evaluate is not None else None
     watch = Watch(plan, steps=steps, first=first, logs=folder, every=log_every, show=show)
+    place = folder or (checkpoints.directory if checkpoints else Path.cwd())
+    tracer = _Profile(place, watch.warn)
 
     with own_mesh(mesh), Stopping(mesh) as stop, watch:
-        if first:
-            watch.say(f"resumed after step {first} of {saver.place}")
+        if saved:
+            also = ", not from the model that was given" if given is not None else ""
+            watch.say(f"resumed after step {first} of {saver.place}{also}")
         if first >= steps:
             return state
-        batches = open_batches(data, plan, position)
+        with together("opening the data"):
+            batches = open_batches(data, plan, position, bounds)
         try:
+            saver.require_replicas(first, state)
             for number in range(first + 1, steps + 1):
                 with naming_lost_process(f"step {number}"):
                     tracer.before(number, asked=stop.profile or number == profile)
@@ -130,8 +175,12 @@ def fit(
                     if evaluate_every and judge and number % evaluate_every == 0:
                         with watch.pause():
                             watch.note(number, judge(state))
-                    if saver.due(number) or asked or number == steps:
+                    due = saver.due(number) or asked or number == steps
+                    if due or number % _COMPARED_STEPS == 0:
                         watch.catch_up()
+                        with watch.pause():
+                            saver.require_replicas(number, state)
+                    if due:
                         with watch.pause():
                             saver.save(number, state, batches.position)
                     if asked:
@@ -140,9 +189,15 @@ def fit(
                         raise Stopped(number, asked)
             saver.wait()
         except NotFinite as error:
-            raise NotFinite(f"{saver.not_finite() or error}; {saver.last_good()}") from None
+            raise saver.at_last_good(NotFinite, saver.not_finite() or error) from None
+        except ReplicasDiffer as error:
+            with contextlib.suppress(CheckpointError, NotFinite):
+                saver.wait()
+            told = saver.at_last_good(ReplicasDiffer, error)
+            told.path, told.devices = error.path, error.devices
+            raise known_to_all(told) from None
         except LostProcess:
-            raise  # a save that is under way waits for all processes, in vain
+            raise  # a save that is under way waits for all processes, and would time out
         except Exception:
             # A save that is under way is finished, whatever ended the run.
             with contextlib.suppress(CheckpointError, NotFinite):
@@ -166,6 +221,7 @@ class _Saver:
         # A finite loss does not mean that the update after it was: what is saved must be finite.
         # What is infinite from the start, such as a mask or the best loss so far, is meant so.
         self._finite = _finite_arrays(state) if checkpoints else []
+        self._replicas: Replicas | None = None
 
     def due(self, number: int) -> bool:
         every = self.checkpoints.every if self.checkpoints else None
@@ -197,13 +253,28 @@ class _Saver:
             return error
         return None
 
-    def last_good(self) -> str:
+    def require_replicas(self, number: int, state: TrainState) -> None:
+        """Compares the copies of the state, where processes could make them differ."""
+        if jax.process_count() == 1:
+            return
+        if self._replicas is None:
+            self._replicas = Replicas(state)
+        self._replicas.check(state, number)
+
+    def at_last_good(self, kind: type[_Error], error: Exception) -> _Error:
+        """Returns the error with where to go on from."""
         if self.checkpoints is None:
-            return "nothing was saved: give fit checkpoints="
+            return helped(
+                kind,
+                f"{error}; nothing was saved",
+                python="give fit checkpoints=",
+                cli="give --checkpoints DIR",
+            )
         steps = self.checkpoints.steps()
         if not steps:
-            return f"no checkpoint was saved to {self.checkpoints.directory} before"
-        return f"the last good checkpoint is step {steps[-1]} in {self.checkpoints.directory}"
+            return kind(f"{error}; no checkpoint was saved to {self.checkpoints.directory} before")
+        where = f"step {steps[-1]} in {self.checkpoints.directory}"
+        return kind(f"{error}; the last good checkpoint is {where}")
 
 
 class _Judge:
@@ -230,14 +301,15 @@ class _Judge:
 class _Profile:
     """A profile of five steps, when asked for."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder / "profile"
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self.folder, self.say = folder / "profile", say
         self.until: int | None = None
 
     def before(self, number: int, *, asked: bool) -> None:
         if asked and self.until is None:
-            jax.profiler.start_trace(str(self.folder))
-            self.until = number + _PROFILED_STEPS - 1
+            with self._going_on():
+                jax.profiler.start_trace(str(self.folder))
+                self.until = number + _PROFILED_STEPS - 1
 
     def after(self, number: int, metrics: Any) -> None:
         if number == self.until:
@@ -246,17 +318,28 @@ class _Profile:
 
     def close(self) -> None:
         if self.until is not None:
-            jax.profiler.stop_trace()
             self.until = None
+            with self._going_on():
+                jax.profiler.stop_trace()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A profile that cannot be written, on a full disk for one, is no reason to stop."""
+        try:
+            yield
+        except Exception as error:
+            self.say(f"no profile could be written to {self.folder}: {error}")
 
 
 def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
     try:
         return next(batches)
     except StopIteration:
-        raise ValueError(
-            f"the data ended before step {number} of {steps}: give fewer steps, or data of more "
-            f"epochs (sw.data(…, epochs=None) has no end)"
+        raise helped(
+            ValueError,
+            f"the data ended before step {number} of {steps}",
+            python="give fewer steps, or data of more epochs (sw.data(…, epochs=None) has no end)",
+            cli=f"give --steps {number - 1}, or data of more epochs",
         ) from None
 
 
@@ -297,15 +380,10 @@ def _require(
         raise ValueError("evaluate= and evaluate_every= go together: give both, or neither")
 
 
-def _require_place(checkpoints: Any, resume: bool) -> None:
+def _require_place(checkpoints: Any) -> None:
     if checkpoints is None:
         return
     if not isinstance(checkpoints, Checkpoints):
         raise ValueError(
             f"checkpoints is {checkpoints!r}: give sw.Checkpoints({str(checkpoints)!r})"
-        )
-    if not resume and checkpoints.steps():
-        raise ValueError(
-            f"resume=False would begin anew in {checkpoints.directory}, which has checkpoints up "
-            f"to step {checkpoints.steps()[-1]}: give another directory, or remove them"
         )

@@ -9,6 +9,7 @@ compiled once.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -54,7 +55,7 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
     known.update(zip(wanted, values, strict=False))
     results: list[Any] = [None] * len(jaxpr.outvars)
     for i, value in zip(outputs, values[len(wanted) :], strict=True):
-        results[i] = jax.device_put(value, shardings[i])
+        results[i] = put_anywhere(value, shardings[i])
 
     compiled: dict[Any, Any] = {}
     for part, key in keyed:
@@ -66,6 +67,33 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
         for i, array in zip(part.indices, arrays, strict=True):
             results[i] = array
     return results
+
+
+def put_anywhere(value: Any, sharding: Any) -> jax.Array:
+    """Returns a value under its sharding, also where that spans processes.
+
+    `jax.device_put` takes no array of this process to devices of another. Every process has the
+    same value here, so each places its own shards of it.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(value))
+        return wrap_keys(put_anywhere(jax.random.key_data(value), sharding), sharding, impl)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def wrap_keys(data: jax.Array, sharding: Any, impl: str) -> jax.Array:
+    """Returns the random keys that these numbers are, under the sharding of the keys."""
+    return _wrap_on(sharding, impl)(data)
+
+
+@functools.lru_cache(maxsize=64)
+def _wrap_on(sharding: Any, impl: str) -> Any:
+    return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=sharding)
 
 
 class _Part:

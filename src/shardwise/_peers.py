@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed as runtime
@@ -28,6 +28,7 @@ MARGIN_SECONDS = 10.0
 """Within `timeout_seconds` and this of a loss, every other process has named it and ended."""
 
 _GRACE_SECONDS = 3.0
+_LEAVE_SECONDS = 0.3
 # How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
 # the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError.
 _AWAY = re.compile(
@@ -159,6 +160,10 @@ class Watch:
         self._named = False
         self._naming = threading.RLock()
         self._stopped = threading.Event()
+        self.failure: BaseException | None = None
+        self.agreed: BaseException | None = None
+        self.status: Any = None
+        self._code: int | None = None
 
     def guard(self, starting: str = "") -> None:
         """Installs the last words of this process: JAX calls abort() when a process is lost."""
@@ -180,6 +185,7 @@ class Watch:
         who = json.dumps([socket.gethostname(), os.getpid(), _pid_space()])
         _store().key_value_set(f"shardwise/process/{self.processes.index}", who)
         atexit.register(self._leave)
+        _note_exits(self)
         thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         shut_down = runtime.global_state.shutdown
 
@@ -224,16 +230,25 @@ class Watch:
         return self._words(loss, during, error)
 
     def _words(self, loss: _Loss, during: str = "", error: str = "") -> str:
-        names = []
-        for index in loss.lost:
-            host, pid, _ = self._peers.get(index, ("", 0, ""))
-            where = f" (pid {pid} on host {host})" if host else ""
-            names.append(f"process {index} of {self.processes.count}{where}")
+        names = [self.name_of(index) for index in loss.lost]
         known = "; ".join(filter(None, (loss.why, error)))
         return (
             f"{', '.join(names)} {loss.verb}{during and ' during ' + during}: {known}. "
             f"Resume from the last checkpoint."
         )
+
+    def name_of(self, index: int) -> str:
+        """Returns a process's name, with its pid and host where they are known."""
+        if index not in self._peers:
+            with contextlib.suppress(Exception):
+                self._meet(_store())
+        host, pid, _ = self._peers.get(index, ("", 0, ""))
+        where = f" (pid {pid} on host {host})" if host else ""
+        return f"process {index} of {self.processes.count}{where}"
+
+    def _meet(self, store: Any) -> None:
+        for key, who in store.key_value_dir_get("shardwise/process/"):
+            self._peers[_last(key)] = tuple(json.loads(who))
 
     def _publish(self, loss: _Loss) -> None:
         # The store may be gone with process 0: then JAX ends all the others by itself.
@@ -266,8 +281,7 @@ class Watch:
         """Returns what is lost at present; silence counts after `quiet_seconds`, if ever."""
         store = _store()
         if len(self._peers) < self.processes.count:
-            for key, who in store.key_value_dir_get("shardwise/process/"):
-                self._peers[_last(key)] = tuple(json.loads(who))
+            self._meet(store)
         # Before the notices: who leaves because of a loss writes its notice first.
         gone = self._gone_from_here()
         if quiet_seconds is not None or self.processes.index == 0 or gone:
@@ -327,29 +341,48 @@ class Watch:
         error: Any = getattr(sys, "last_value", None)
         if not jax.distributed.is_initialized() or os.getpid() != self._pid:
             return
-        if error is None and not self._raised:
+        code = 1 if error is not None else _exit_code(self.status)
+        # A run that was asked to stop by a signal has ended well, on all processes at once.
+        if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and not self._raised:
             with contextlib.suppress(Exception):
                 _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
             return
-        code = LOST_EXIT_CODE
+        if self.agreed is not None and (error or self.failure or self.agreed) is self.agreed:
+            self._leave_agreed(code)
         if not self._raised:
+            error = error or self.failure
             loss = self.find_for(error)
             if loss is None:
-                code = 1
-                text = f"{type(error).__name__}: {error}".splitlines()[0]
-                loss = _Loss((self.processes.index,), "failed", text)
+                text = f"{type(error).__name__}: {error}" if error else f"exit status {code}"
+                loss = _Loss((self.processes.index,), "failed", " ".join(text.split()))
             else:
+                code = LOST_EXIT_CODE
                 self._say(loss)
             self.settle(loss, "")
+        else:
+            code = LOST_EXIT_CODE
         if self.processes.index == 0:
             # With it goes the store, and JAX would end the others before they have read why.
             time.sleep(2 * self._interval + 0.5)
+        self._end(code)
+
+    def _leave_agreed(self, code: int) -> None:
+        """Ends this process with a failure that all know; the coordinator is the last to go."""
+        self._code = code
+        with contextlib.suppress(Exception):
+            _store().key_value_set(f"shardwise/left/{self.processes.index}", "left", True)
+            if self.processes.index == 0:
+                for index in range(self.processes.count):
+                    _store().blocking_key_value_get(f"shardwise/left/{index}", 5000)
+                time.sleep(_LEAVE_SECONDS)
         self._end(code)
 
     def _last_words(self, number: int) -> None:
         """Names the loss for which JAX called abort(); any other abort() goes its own way."""
         me, loss = self.processes.index, self._loss
         if os.getpid() == self._pid:
+            if self._code is not None:
+                os._exit(self._code)
             if self._starting:
                 os.write(2, f"shardwise: process {me} ends: {self._starting}.\n".encode())
                 os._exit(LOST_EXIT_CODE)
@@ -379,6 +412,40 @@ class Watch:
         except OSError:
             return True
         return False
+
+
+@contextlib.contextmanager
+def noting_failure() -> Iterator[None]:
+    """Returns a context whose exception is what the others learn, if this process ends by it.
+
+    For a program that catches its errors and turns them into an exit status.
+    """
+    try:
+        yield
+    except Exception as error:
+        for watch in WATCHES:
+            watch.failure = error
+        raise
+
+
+def _note_exits(watch: Watch) -> None:
+    """Lets the watch know of `sys.exit`: at exit, Python no longer says with which status."""
+
+    class Exit(SystemExit):
+        def __del__(self) -> None:
+            try:
+                sys._getframe(1)  # it was caught: the code that caught it goes on
+            except ValueError:
+                watch.status = self.code
+
+    def exit_noted(status: Any = None, /) -> NoReturn:
+        raise Exit(status)
+
+    sys.exit = exit_noted
+
+
+def _exit_code(status: Any) -> int:
+    return 0 if status is None else status if isinstance(status, int) else 1
 
 
 # JAX's runtime exists once in a process and cannot be left: so does what watches it.

@@ -18,8 +18,8 @@ from ._findings import Findings
 from ._layout import Layout, require_layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves
-from ._parts import run_in_parts
-from ._words import either
+from ._parts import put_anywhere, run_in_parts
+from ._words import helped
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
                 f"{'.'.join(map(str, keys))} is abstract, so there is nothing to move: "
                 f"use sw.init to build the model in its shards"
             )
-    return jax.device_put(state, _shardings_for(state, layout, mesh))
+    return jax.tree.map(put_anywhere, state, _shardings_for(state, layout, mesh))
 
 
 def require_devices(layout: Layout) -> Mesh:
@@ -119,9 +119,11 @@ def require_devices(layout: Layout) -> Mesh:
     check(layout).raise_if_errors()
     if not isinstance(layout.mesh, Mesh):
         axes = show_mesh(layout.mesh)
-        raise ValueError(
-            f"the layout is on {axes} of no devices, so nothing can be placed on it: "
-            f"use {either(f'layout.on(sw.mesh({axes!r}))', '--on here')} for devices that are here"
+        raise helped(
+            ValueError,
+            f"the layout is on {axes} of no devices, so nothing can be placed on it",
+            python=f"use layout.on(sw.mesh({axes!r})) for devices that are here",
+            cli="give --on here, or --on cpu:N for virtual devices",
         )
     return layout.mesh
 

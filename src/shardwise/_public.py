@@ -1,5 +1,6 @@
 """The public names, each with the module that it comes from."""
 
+from ._agree import ProcessesDiffer as ProcessesDiffer
 from ._attention import sequence_parallel_attention as sequence_parallel_attention
 from ._audit import audit as audit
 from ._budget import BudgetExceeded as BudgetExceeded
@@ -38,6 +39,7 @@ from ._place import init as init
 from ._place import shard as shard
 from ._preflight import Preflight as Preflight
 from ._recipe import Recipe as Recipe
+from ._replicas import ReplicasDiffer as ReplicasDiffer
 from ._report import Report as Report
 from ._rules import by_rank as by_rank
 from ._rules import replicate as replicate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,26 +11,36 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from ._batch import local_spans, require_batch
+from ._audit import structure_findings
+from ._batch import local_spans, require_batch, require_integers
+from ._bounds import Bound, whole_rows
+from ._findings import Findings
 from ._layout import Layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves, show_path
+from ._parts import put_anywhere, wrap_keys
 from ._place import init, own_mesh, require_devices
 from ._recipe import Recipe
 from ._state import TrainState
 from ._step import Blueprint, blueprint
 
 
-def train_state(recipe: Recipe, layout: Layout) -> TrainState:
+def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainState:
     """Returns the state before the first step, initialised straight into its shards.
 
     Args:
         recipe: the recipe.
         layout: the layout of its model, on a mesh of devices that are here; the optimizer's
             state is laid out by `layout.for_optimizer`.
+        model: weights to begin with, which are copied into their shards: a model with arrays, its
+            state, or a dict of arrays by dotted path. Every variable of the model must be there,
+            of the same shape and dtype; take the others from a new state, as in
+            `{**sw.train_state(recipe, layout).model, **mine}`. On many processes each gives the
+            same. Without it, the recipe's model is initialised.
 
     Raises:
-        LayoutError: the layout has errors, or is not of this model; nothing was allocated.
+        LayoutError: the layout has errors, or is not of this model, or the given weights are not;
+            nothing was allocated.
 
     Example:
         >>> import jax, optax, shardwise as sw
@@ -43,16 +54,71 @@ def train_state(recipe: Recipe, layout: Layout) -> TrainState:
     """
     plan = blueprint(recipe, layout)
     require_devices(plan.layout)
+    return begin(plan, given_arrays(model, plan) if model is not None else None)
+
+
+def given_arrays(model: Any, plan: Blueprint) -> dict[str, Any]:
+    """Returns the arrays of a model, of a state, or of a dict by path; none is moved yet.
+
+    Raises:
+        LayoutError: they are not those of the plan's model; every difference is a finding.
+        ValueError: it is none of these, or abstract.
+    """
+    if isinstance(model, nnx.Module):
+        model = nnx.split(model)[1]
+    planned = {leaf.path: leaf.keys for leaf in plan.layout.leaves}
+    if (
+        isinstance(model, Mapping)
+        and all(isinstance(key, str) for key in model)
+        and not isinstance(model, nnx.State)
+    ):
+        live = {planned.get(path, tuple(path.split("."))): x for path, x in model.items()}
+    elif isinstance(model, nnx.State):
+        live = dict(keyed_leaves(model))
+    else:
+        raise ValueError(
+            f"model is a {type(model).__name__}: give a model with arrays, its nnx.State, or a "
+            f"dict of arrays by dotted path, such as state.model"
+        )
+    for keys, x in live.items():
+        if isinstance(x, jax.ShapeDtypeStruct) or not hasattr(x, "dtype"):
+            raise ValueError(
+                f"{show_path(keys)} of the given model is a {type(x).__name__}, which has no "
+                f"values to begin with: give arrays"
+            )
+    Findings(tuple(structure_findings(plan.layout, live))).raise_if_errors()
+    return {path: live[keys] for path, keys in planned.items()}
+
+
+def begin(plan: Blueprint, given: Mapping[str, Any] | None = None) -> TrainState:
+    """Returns the state before the first step, of given arrays or of initialised ones."""
     with own_mesh(plan.layout.mesh):
-        return _begin(recipe, plan)
+        if given is None:
+            _, made = nnx.split(init(plan.recipe.model, plan.layout))
+            arrays = {show_path(keys): array for keys, array in keyed_leaves(made)}
+        else:
+            places = plan.shardings.model
+            arrays = {path: _copied(x, places[path]) for path, x in given.items()}
+        return _begin(plan, arrays)
 
 
-def _begin(recipe: Recipe, plan: Blueprint) -> TrainState:
-    _, made = nnx.split(init(recipe.model, plan.layout))
+def _copied(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns an array in its shards that shares no buffer: the first step gives them away."""
+    placed = put_anywhere(x, sharding)
+    if not isinstance(x, jax.Array):
+        return placed
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.copy(jax.random.key_data(placed))
+        return wrap_keys(data, sharding, str(jax.random.key_impl(placed)))
+    return jnp.copy(placed)
+
+
+def _begin(plan: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
+    recipe = plan.recipe
     # Weak types would make the second step another program.
     model = {
-        show_path(keys): array.astype(array.dtype) if getattr(array, "weak_type", False) else array
-        for keys, array in keyed_leaves(made)
+        path: array.astype(array.dtype) if getattr(array, "weak_type", False) else array
+        for path, array in arrays.items()
     }
 
     def begin(trained: dict[str, Any]) -> Any:
@@ -138,8 +204,9 @@ def train_step(recipe: Recipe, layout: Layout) -> Step:
 class Putter:
     """Places batches as the plan says: `put(batch)`."""
 
-    def __init__(self, plan: Blueprint):
+    def __init__(self, plan: Blueprint, bounds: Sequence[Bound] = ()):
         """Works out what one process holds of a batch."""
+        self.bounds = whole_rows(bounds, plan.batch)
         self.planned = plan.batch
         self.given = plan.recipe.batch
         flat, self.treedef = jax.tree.flatten(self.planned)
@@ -164,11 +231,22 @@ class Putter:
             else:
                 return batch
         require_batch(batch, self.planned, self.local, self.given)
+        self._require_integers(flat)
         placed = [
             self._place(x, shape, sharding)
             for x, (shape, _, sharding) in zip(flat, self.expected, strict=True)
         ]
         return jax.tree.unflatten(treedef, placed)
+
+    def _require_integers(self, flat: list[Any]) -> None:
+        """Refuses integers that would change; what is on devices already, or a part, is as it is."""
+        whole = all(
+            isinstance(x, np.ndarray) and x.shape == shape
+            for x, (shape, _, _) in zip(flat, self.expected, strict=True)
+        )
+        if whole:
+            batch = jax.tree.unflatten(self.treedef, flat)
+            require_integers(batch, self.planned, self.bounds, lambda row: row)
 
     def _place(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
         if not self.many or (isinstance(x, jax.Array) and not x.is_fully_addressable):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import json
 import math
+import os
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from ._batch import named_batch
 from ._step import Blueprint
 from ._table import show_bytes, show_count, show_seconds
 
+_FLUSH_SECONDS = 10.0  # of TensorBoard's file: each time waits for the disk
 _LATE = 2  # steps: reading a metric waits for its step, so the devices always have work queued
 
 
@@ -54,7 +58,9 @@ class Watch:
         self._done = first
         self._paused = 0.0
         self._show = show and jax.process_index() == 0
-        self._files = _Files(logs, first) if logs is not None and jax.process_index() == 0 else None
+        self._bar = None
+        first_process = jax.process_index() == 0
+        self._files = _Files(logs, first, self.warn) if logs is not None and first_process else None
         self._bar = _bar(first, steps) if self._show and sys.stderr.isatty() else None
 
     def __enter__(self) -> Watch:
@@ -87,10 +93,17 @@ class Watch:
 
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
-        elif self._show:
-            print(text, file=sys.stderr, flush=True)
+        if self._show:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """Prints a line even where nothing is shown."""
+        # stderr may be a file on a disk that is full: no reason to stop a run.
+        with contextlib.suppress(OSError):
+            if self._bar is not None:
+                self._bar.console.print(text, highlight=False, markup=False)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
         """Writes and prints metrics of another kind, such as an evaluation's."""
@@ -138,27 +151,104 @@ class Watch:
 
 
 class _Files:
-    def __init__(self, logs: Path, first: int):
-        # Its import is slow, and a run without logs needs none of it.
-        from tensorboardX import SummaryWriter
+    """`metrics.jsonl` and TensorBoard's event file; a disk that is full stops neither the run.
 
-        logs.mkdir(parents=True, exist_ok=True)
-        self._lines = (logs / "metrics.jsonl").open("a", encoding="utf-8")
-        # Steps after the one that was restored were never saved: TensorBoard drops them.
-        self._board = SummaryWriter(str(logs), purge_step=first + 1 if first else None)
+    Each is written at once and by this thread: tensorboardX's own writer has a queue, and adding
+    to it waits for ever when the thread behind it has died of a full disk.
+    """
+
+    def __init__(self, logs: Path, first: int, say: Callable[[str], None]):
+        # Their import is slow, and a run without logs needs none of it.
+        from tensorboardX.proto import event_pb2 as protocol
+        from tensorboardX.record_writer import RecordWriter
+        from tensorboardX.summary import scalar
+
+        self._logs, self._say, self._said = logs, say, False
+        events: Any = protocol  # made as it is imported: pyright sees no names in it
+        self._event, self._scalar = events.Event, scalar
+        self._torn = False
+        self._lines: Any = None
+        self._board: Any = None
+        with self._going_on():
+            logs.mkdir(parents=True, exist_ok=True)
+            # Unbuffered: what could not be written must not be tried again, half, at the end.
+            self._lines = (logs / "metrics.jsonl").open("ab", buffering=0)
+        with self._going_on():
+            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+            self._board = RecordWriter(str(logs / name))
+            self._flushed = time.monotonic()
+            self._add(file_version="brain.Event:2")
+            if first:
+                # Steps after the one that was restored were never saved: TensorBoard drops them.
+                start = events.SessionLog(status=events.SessionLog.START)
+                self._add(step=first + 1, session_log=start)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         # JSON has no NaN, and TensorBoard shows none.
         finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
-        self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-        self._lines.flush()
-        for name, value in finite.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        if self._lines is not None:
+            row = json.dumps({"step": step, "time": time.time(), **finite}) + "\n"
+            with self._going_on():
+                data = ("\n" if self._torn else "").encode() + row.encode()
+                self._torn = True  # until all of it is written
+                self._torn = self._lines.write(data) != len(data)
+                if self._torn:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self._board is not None:
+            try:
+                for name, value in finite.items():
+                    if value is not None:
+                        self._add(step=step, summary=self._scalar(name, value))
+                if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+                    self._board.flush()
+                    self._flushed = time.monotonic()
+            except Exception as error:
+                # A record that is cut off would make all that follow unreadable.
+                board, self._board = self._board, None
+                with contextlib.suppress(Exception):
+                    board.close()
+                self._report(error)
 
     def close(self) -> None:
-        self._lines.close()
-        self._board.close()
+        if self._lines is not None:
+            with self._going_on():
+                self._lines.close()
+        if self._board is not None:
+            with self._going_on():
+                self._board.close()
+        self._lines = self._board = None
+
+    def _add(self, **event: Any) -> None:
+        self._board.write(self._event(wall_time=time.time(), **event).SerializeToString())
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        if not self._said:
+            self._said = True
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            self._say(f"logs cannot be written to {self._logs}: {why}; training goes on without")
+
+
+def require_logs(logs: Path) -> None:
+    """Makes the folder for logs if it is not there, and tries to write to it.
+
+    Raises:
+        ValueError: that cannot be done; better known before a run than in the middle of it.
+    """
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        (logs / "metrics.jsonl").open("ab").close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            why = "a part of the path is a file"
+        raise ValueError(f"logs cannot be written to {logs}: {why}") from error
 
 
 def _bar(first: int, steps: int) -> Progress:

@@ -1,0 +1,99 @@
+"""Trains on all processes, of which the second one differs: `differ.py DIRECTORY MODE,MODE [exit]`.
+
+Prints how each ended, and ends by the last one's error, or with `exit` by status 4. The modes are
+another learning rate, seed, loss, data, directory or number of steps, a restore or a read that
+fails, and a copy of a weight that changes on one device.
+"""
+
+import sys
+
+import shardwise as sw
+
+here = sw.distributed(timeout_seconds=15)
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+odd = here.index == 1
+
+
+class Rows:
+    """Samples of which one cannot be read by one process."""
+
+    def __init__(self, mode):
+        self.x = np.random.default_rng(odd and mode == "data").normal(size=(96, 16))
+        self.fails, self.reads = odd and mode == "read", 0
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.fails and self.reads > 60:
+            raise OSError("the file is away")
+        return self.x[int(index)].astype("float32")
+
+
+class Corrupting(sw.Checkpoints):
+    """Changes one device's copy when a checkpoint is restored, as a bit that flips would."""
+
+    def restore(self, recipe, layout, *, step=None):
+        state = super().restore(recipe, layout, step=step)
+        if odd:
+            kernel = state.model["kernel"]
+            parts = [shard.data for shard in kernel.addressable_shards]
+            parts[-1] = parts[-1].at[3, 2].add(1e-6)
+            state.model["kernel"] = jax.make_array_from_single_device_arrays(
+                kernel.shape, kernel.sharding, parts
+            )
+        return state
+
+
+class Away(sw.Checkpoints):
+    """Cannot be read by one process."""
+
+    def about(self, step=None):
+        if odd:
+            raise sw.CheckpointError("its disk is away")
+        return super().about(step)
+
+
+def run(mode, directory):
+    seed, power = int(odd and mode == "seed"), 4 if odd and mode == "loss" else 2
+
+    def make():
+        return nnx.Linear(16, 4, rngs=nnx.Rngs(seed))
+
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: (model(x) ** power).mean(),
+        optimizer=optax.adam(2e-2 if odd and mode == "rate" else 1e-2),
+        batch=jax.ShapeDtypeStruct((32, 16), "float32"),
+    )
+    layout = sw.layout(make, sw.mesh("data=4"), "dp")
+    steps = 3 if odd and mode == "arguments" else 4
+    if mode in ("directory", "restore", "corrupt"):
+        first = sw.Checkpoints(directory)
+        sw.fit(recipe, layout, sw.data(Rows(mode)), steps=2, show=False, checkpoints=first)
+    if odd and mode == "directory":
+        directory += "-of-its-own"
+    kind = {"corrupt": Corrupting, "restore": Away}.get(mode, sw.Checkpoints)
+    sw.fit(
+        recipe, layout, sw.data(Rows(mode)), steps=steps, show=False, checkpoints=kind(directory)
+    )
+
+
+for mode in sys.argv[2].split(","):
+    try:
+        run(mode, f"{sys.argv[1]}/{mode}")
+        print(f"{mode}: went on to the end", flush=True)
+    except Exception as error:
+        print(f"{mode}: {type(error).__name__}: {error}", flush=True)
+        last = error
+        if not isinstance(error, sw.ProcessesDiffer):
+            raise
+if "exit" in sys.argv:
+    sys.exit(4)
+raise last
