@@ -17,9 +17,9 @@ import jax
 import numpy as np
 
 from ._agree import differing_parts
+from ._build import trace_build
 from ._data import Data
 from ._jaxpr import is_jaxpr, is_literal, opened
-from ._model import trace_build
 from ._step import Blueprint
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
