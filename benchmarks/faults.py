@@ -23,14 +23,13 @@ import tempfile
 from pathlib import Path
 
 import jax
-
-jax.config.update("jax_num_cpu_devices", 8)
-
 import numpy as np
 import optax
 from flax import nnx
 
 import shardwise as sw
+
+jax.config.update("jax_num_cpu_devices", 8)
 
 PROCESSES = Path(__file__).parent.parent / "tests" / "processes"
 MESHES = ("data=1", "data=2", "data=4", "data=8", "data=2,model=2", "data=2,model=4")

@@ -445,3 +445,14 @@ def test_a_save_that_is_refused_leaves_no_thread_writing(tmp_path):
     assert not left
     checkpoints.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_another_optimizer_is_told_in_a_short_sentence(saved):
+    """Every array of the optimizer is missing, and they are told by subtree."""
+    recipe = recipe_of(optimizer=optax.lion(1e-2), ema=0.9)
+    with pytest.raises(sw.LayoutError) as caught:
+        saved[0].restore(recipe, layout_for("dp"))
+    sentence = caught.value.format_message()
+    assert sentence.startswith(f"{len(caught.value.findings)} findings: optimizer.0.nu.down.** (")
+    assert sentence.count("; ") <= 4 and sentence.endswith("start another run from its model)")
+    assert str(caught.value).count("error[SW402]") <= 3

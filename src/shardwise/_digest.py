@@ -129,6 +129,14 @@ def _total_on(mesh: Mesh) -> Any:
 
 def _sum_of(part: jax.Array, kind: _Kind, mesh: Mesh) -> jax.Array:
     """Returns what one device adds to a digest, and whether it has what is not finite."""
+    first = _is_first([kind], mesh)[0]
+    if mesh.devices.flat[0].platform != "cpu":
+        return jnp.where(first, _sum_of_part(part, kind), 0)
+    # Virtual devices share their cores: none computes what is not counted.
+    return jax.lax.cond(first, lambda: _sum_of_part(part, kind), lambda: jnp.zeros(3, jnp.uint32))
+
+
+def _sum_of_part(part: jax.Array, kind: _Kind) -> jax.Array:
     coordinates = _coordinates(part, kind)
     last = coordinates[-1] if coordinates else jnp.uint32(0)
     total = jnp.zeros(3, jnp.uint32)
@@ -142,7 +150,7 @@ def _sum_of(part: jax.Array, kind: _Kind, mesh: Mesh) -> jax.Array:
         for dim in reversed(range(part.ndim)):
             sums = jax.lax.reduce(sums, (jnp.uint32(0),) * 3, _add, (dim,))
         total = jnp.stack(_add(tuple(total), sums))
-    return jnp.where(_is_first([kind], mesh), total, 0)
+    return total
 
 
 def _sums_of_small(parts: Sequence[jax.Array], kinds: Sequence[_Kind], mesh: Mesh) -> jax.Array:

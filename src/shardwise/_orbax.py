@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ._step_files import write_sizes
 # Small enough that a process which needs part of a chunk reads little more than its part.
 _CHUNK_BYTES = 2**22
 _AT_ONCE_BYTES = 2**27
-_STRAGGLERS_SECONDS = 0.3
 
 
 class FilesHandler(ocp.AsyncCheckpointHandler):
@@ -178,20 +178,43 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
                 return checkpointer.restore(directory, args=args)
         except Exception as error:
             told = str(error).partition(" [tensorstore_spec")[0]
-        # Reads beside the one that failed end after Orbax has closed its event loop, and each
-        # would print a traceback, in the middle of whatever the caller prints next.
-        hook = sys.unraisablehook
-        sys.unraisablehook = lambda told: None if _is_closed_loop(told) else hook(told)
-        try:
-            time.sleep(_STRAGGLERS_SECONDS)
+        _ignore_stragglers()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             gc.collect()
-        finally:
-            sys.unraisablehook = hook
     raise OSError(told)
 
 
-def _is_closed_loop(told: Any) -> bool:
-    return isinstance(told.exc_value, RuntimeError) and "loop is closed" in str(told.exc_value)
+def _ignore_stragglers() -> None:
+    """Keeps reads beside one that failed from printing their own tracebacks.
+
+    They end whenever they end, after Orbax has closed its event loop, so the hooks stay.
+    """
+    if not isinstance(sys.unraisablehook, _Unraisable):
+        sys.unraisablehook = _Unraisable(sys.unraisablehook)
+    logger = logging.getLogger("asyncio")
+    if _is_no_straggler not in logger.filters:
+        logger.addFilter(_is_no_straggler)
+
+
+class _Unraisable:
+    """Ignores what Orbax's coroutines raise when nobody awaits them; passes on all else."""
+
+    def __init__(self, before: Callable[[Any], None]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        if "orbax" in getattr(code, "co_filename", ""):
+            return
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and "loop is closed" in str(error)):
+            self._before(unraisable)
+
+
+def _is_no_straggler(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return not ("never retrieved" in text and ("orbax" in text or "tensorstore" in text))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ def sealed(body: dict[str, Any]) -> str:
 def write_sizes(directory: Path) -> None:
     """Writes down the files of a step and their sizes, as the last thing before it appears."""
     found = {
-        path.relative_to(directory).as_posix(): path.stat().st_size
+        path.relative_to(directory).as_posix(): [path.stat().st_size, _checksum(path)]
         for item in ("about", "state")
         for path in sorted((directory / item).rglob("*"))
         if path.is_file()
@@ -48,13 +48,15 @@ def read_about(directory: Path) -> dict[str, Any]:
         return about
     if not (directory / FILES).is_file():
         raise ValueError(f"its file {FILES} is missing")
-    for name, size in _unsealed(directory, FILES, "files")["files"].items():
+    for name, (size, checksum) in _unsealed(directory, FILES, "files")["files"].items():
         try:
             got = (directory / name).stat().st_size
         except OSError:
             raise ValueError(f"its file {name} is missing") from None
         if got != size:
             raise ValueError(f"its file {name} has {got} bytes, and was saved with {size}")
+        if checksum is not None and _checksum(directory / name) != checksum:
+            raise ValueError(f"its file {name} is not what was written")
     return about
 
 
@@ -73,6 +75,12 @@ def _unsealed(directory: Path, name: str, key: str) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"its file {name} cannot be read ({error})") from error
     return body
+
+
+def _checksum(path: Path) -> int | None:
+    """Returns a checksum of a file without which no array is found; the arrays have digests."""
+    is_index = path.name in ("_METADATA", "manifest.ocdbt") or path.parent.name == "array_metadatas"
+    return zlib.crc32(path.read_bytes()) if is_index else None
 
 
 def _crc32(body: dict[str, Any]) -> int:
