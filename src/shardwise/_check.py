@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from jax.sharding import PartitionSpec as P
 
 from ._batch import DATA_AXES
+from ._bytes import array_bytes
 from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout, require_layout
 from ._leaf import Leaf
@@ -119,9 +120,7 @@ def _replicated(
     if not any(taken):
         return
     spec = make_spec(taken)
-    left = leaf.dtype.itemsize
-    for size in shard_shape(leaf.shape, spec, leaf.sizes):
-        left *= size
+    left = array_bytes(shard_shape(leaf.shape, spec, leaf.sizes), leaf.dtype)
     yield make_finding(
         "SW105",
         leaf.path,
