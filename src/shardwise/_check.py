@@ -12,7 +12,16 @@ from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout, require_layout
 from ._leaf import Leaf
 from ._mesh import show_mesh
-from ._spec import Axes, divisible_dims, make_spec, padded, shard_shape, show_spec
+from ._spec import (
+    Axes,
+    divisible_dims,
+    faults,
+    make_spec,
+    padded,
+    places_for_names,
+    shard_shape,
+    show_spec,
+)
 from ._table import show_bytes
 
 REPLICATED_BYTES = 2**20
@@ -50,14 +59,19 @@ def _findings(layout: Layout, replicated_bytes: int) -> Iterator[Finding]:
     mesh = show_mesh(layout.mesh)
     total = layout.total_bytes
     siblings: dict[tuple, dict[str, Leaf]] = {}
+    places: dict[str, str | None] | None = None
     for leaf in layout.leaves:
         context = f"shape {leaf.shape}  spec {show_spec(leaf.spec)}  mesh {mesh}"
-        faults = leaf.faults
-        for fault in faults:
+        found = leaf.faults
+        if any(fault.code == "SW109" for fault in found):
+            # A name goes to the same axis in every leaf: one that suits this one may not suit all.
+            places = _places(layout) if places is None else places
+            found = faults(leaf.shape, leaf.spec, leaf.sizes, leaf.annotation_names, places)
+        for fault in found:
             yield make_finding(fault.code, leaf.path, fault.message, fault.help, context)
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
-        if not faults:
+        if not found:
             yield from _replicated(leaf, total, replicated_bytes, layout.mesh.size, context)
             if leaf.keys and leaf.keys[-1] in ("kernel", "bias"):
                 siblings.setdefault(leaf.keys[:-1], {})[leaf.keys[-1]] = leaf
@@ -68,6 +82,12 @@ def _findings(layout: Layout, replicated_bytes: int) -> Iterator[Finding]:
         hint = f"the nearest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
     yield from _unused_axes(layout)
+
+
+def _places(layout: Layout) -> dict[str, str | None]:
+    names = frozenset(name for leaf in layout.leaves for name in leaf.annotation_names)
+    arrays = dict.fromkeys((leaf.shape, leaf.spec) for leaf in layout.leaves if leaf.names)
+    return places_for_names(arrays, names, layout.mesh.shape)
 
 
 def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:
