@@ -16,5 +16,6 @@ def array_bytes(shape: Sequence[int], dtype: Any) -> int:
     That is what compiled programs take and return. `nbytes` of a JAX array says a byte for each
     element, as NumPy has it, and JAX 0.10 keeps arrays so on CPU devices between programs.
     """
-    bits = _PACKED_BITS.get(str(dtype), 8 * dtype.itemsize)
+    packed = _PACKED_BITS.get(str(dtype))
+    bits: int = packed if packed is not None else 8 * dtype.itemsize
     return -(-math.prod(shape) * bits // 8)
