@@ -261,7 +261,7 @@ POSITIVE = {
         "kernel",
         "name 'mlp' of the annotation resolves to no axis of the mesh (data, model)",
         "say where it goes: sw.layout(..., logical={'mlp': 'model'}), "
-        "or {'mlp': None} to leave it whole",
+        "or {'mlp': None} to replicate it",
     ),
     "SW110": (  # flax#5112
         lambda: check(stack((None, "model")), "model=4"),

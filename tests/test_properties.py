@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
+from shardwise._spec import faults, parse_spec
 
 AXES = ("data", "model", "x", "fsdp")
 UNKNOWN = ("modle", "seq")
@@ -319,3 +320,94 @@ def test_help_of_an_indivisible_dim_is_accepted_by_jax(case):
             dim, size = map(int, re.search(r"pad dim (\d+) to (\d+)", finding.help).groups())
             assert size > shape[dim]
             assert place(zeros((size,), dtype), axes, P(spec[dim])) is not None
+
+
+# --- what is suggested is accepted ----------------------------------------------------------------
+
+LOGICAL = ("embed", "mlp", "heads")
+MISTYPED = {"modle": "model", "dat": "data", "fdsp": "fsdp"}
+
+
+@st.composite
+def faulty_specs(draw):
+    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True))
+    sizes = {name: draw(st.sampled_from((1, 2, 3, 4, 8))) for name in names}
+    shape = tuple(draw(st.lists(st.sampled_from((1, 2, 3, 4, 6, 8, 16, 24)), max_size=4)))
+    tokens = st.sampled_from((*names, *names, *LOGICAL, *MISTYPED))
+    entry = st.one_of(st.none(), tokens, st.lists(tokens, min_size=2, max_size=2).map(tuple))
+    return sizes, shape, P(*draw(st.lists(entry, max_size=len(shape))))
+
+
+def codes_of(shape, spec, sizes):
+    return {fault.code for fault in faults(shape, spec, sizes, frozenset(LOGICAL))}
+
+
+def replaced(spec, places):
+    def one(entry):
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(a for a in (places.get(axis, axis) for axis in axes) if a is not None)
+        return kept or None
+
+    return P(*map(one, spec))
+
+
+@given(faulty_specs())
+@cases(600)
+def test_every_spec_that_a_fault_suggests_is_accepted(case):
+    sizes, shape, spec = case
+    found = faults(shape, spec, sizes, frozenset(LOGICAL))
+    before = {fault.code for fault in found}
+    for fault in found:
+        better = re.search(r"(P\(.*\)) divides evenly", fault.help)
+        if better:
+            assert codes_of(shape, parse_spec(better[1]), sizes) == set(), fault
+        meant = re.search(r"did you mean '(\w+)'", fault.help)
+        if meant:
+            wrong = re.search(r"axis '(\w+)' is not", fault.message)[1]
+            after = faults(shape, replaced(spec, {wrong: meant[1]}), sizes, frozenset(LOGICAL))
+            assert {f.code for f in after} <= before, fault
+            assert not any(f.code == "SW101" and repr(wrong) in f.message for f in after)
+    places = {}
+    for fault in found:
+        if fault.code == "SW109":
+            places |= ast.literal_eval(re.search(r"logical=(\{.*?\})", fault.help)[1])
+    if places:
+        assert codes_of(shape, replaced(spec, places), sizes) <= before - {"SW109"}
+
+
+class Named(nnx.Module):
+    """Leaves that share the names of their dims."""
+
+    def __init__(self, leaves):
+        self.leaves = nnx.List(
+            [nnx.Param(jnp.zeros(shape), out_sharding=names) for shape, names in leaves]
+        )
+
+
+@st.composite
+def named_leaves(draw):
+    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True))
+    sizes = {name: draw(st.sampled_from((1, 2, 4))) for name in names}
+    leaves = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape = tuple(draw(st.lists(st.sampled_from((2, 3, 4, 8)), min_size=1, max_size=3)))
+        tokens = st.sampled_from((None, *names, *LOGICAL))
+        dims = draw(st.lists(tokens, min_size=len(shape), max_size=len(shape)))
+        leaves.append((shape, tuple(dims)))
+    return sizes, leaves
+
+
+@given(named_leaves())
+@cases(150)
+def test_what_is_suggested_for_names_suits_every_leaf(case):
+    sizes, leaves = case
+    mesh = bare_mesh(tuple(sizes.items()))
+    found = sw.check(sw.layout(lambda: Named(leaves), mesh))
+    places = {}
+    for finding in found:
+        if finding.code == "SW109":
+            places |= ast.literal_eval(re.search(r"logical=(\{.*?\})", finding.help)[1])
+    if places:
+        again = sw.check(sw.layout(lambda: Named(leaves), mesh, logical=places))
+        before = {(f.code, f.path) for f in found.errors if f.code != "SW109"}
+        assert {(f.code, f.path) for f in again.errors} <= before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from ._bytes import array_bytes
 from ._findings import Allow, Finding, Findings, make_finding, sift
 from ._layout import Layout
 from ._leaf import Leaf
@@ -91,7 +91,7 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
                 "place it with sw.shard(model, layout)",
             )
         elif not _as_planned(layout, leaf, sharding):
-            held = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            held = array_bytes(sharding.shard_shape(leaf.shape), leaf.dtype)
             over = held - leaf.shard_bytes
             cost = f"{show_bytes(abs(over))} {'more' if over > 0 else 'less'} on each device"
             if not over:
@@ -108,7 +108,7 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
 
 
 def _bytes(array: Any) -> int:
-    return math.prod(shape_of(array).shape) * shape_of(array).dtype.itemsize
+    return array_bytes(shape_of(array).shape, shape_of(array).dtype)
 
 
 def _alike(leaf: Leaf, array: Any) -> bool:

@@ -12,7 +12,7 @@ from ._layout import Layout, require_layout
 from ._leaf import Leaf
 from ._mesh import show_mesh
 from ._replication import REPLICATED_BYTES, Replication
-from ._spec import Axes, make_spec, padded, show_spec
+from ._spec import Axes, faults, make_spec, padded, places_for_names, show_spec
 
 
 def check(
@@ -49,14 +49,19 @@ def _findings(
     mesh = show_mesh(layout.mesh)
     replication = Replication(layout, replicated_bytes, allowed)
     siblings: dict[tuple, dict[str, Leaf]] = {}
+    places: dict[str, str | None] | None = None
     for leaf in layout.leaves:
         context = f"shape {leaf.shape}  spec {show_spec(leaf.spec)}  mesh {mesh}"
-        faults = leaf.faults
-        for fault in faults:
+        found = leaf.faults
+        if any(fault.code == "SW109" for fault in found):
+            # A name goes to the same axis in every leaf: one that suits this one may not suit all.
+            places = _places(layout) if places is None else places
+            found = faults(leaf.shape, leaf.spec, leaf.sizes, leaf.annotation_names, places)
+        for fault in found:
             yield make_finding(fault.code, leaf.path, fault.message, fault.help, context)
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
-        if not faults:
+        if not found:
             yield from replication.of_leaf(leaf, context)
             if leaf.keys and leaf.keys[-1] in ("kernel", "bias"):
                 siblings.setdefault(leaf.keys[:-1], {})[leaf.keys[-1]] = leaf
@@ -68,6 +73,12 @@ def _findings(
         hint = f"the nearest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
     yield from _unused_axes(layout)
+
+
+def _places(layout: Layout) -> dict[str, str | None]:
+    names = frozenset(name for leaf in layout.leaves for name in leaf.annotation_names)
+    arrays = dict.fromkeys((leaf.shape, leaf.spec) for leaf in layout.leaves if leaf.names)
+    return places_for_names(arrays, names, layout.mesh.shape)
 
 
 def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:

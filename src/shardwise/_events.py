@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ._bytes import array_bytes
 from ._collectives import Collective
 from ._held import Held, Sizes, is_traced
 from ._ring import MODEL, sent_bytes
@@ -127,7 +128,7 @@ class Tracker:
         """Adds one place of the body; each execution is counted when it happens."""
         devices = collective.devices(self._sizes)
         dtype = held.value.dtype
-        size = math.prod(held.local_shape) * dtype.itemsize
+        size = array_bytes(held.local_shape, dtype)
         event = Event(
             collective.kind,
             collective.axes,

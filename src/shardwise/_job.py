@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ._activations import named_activations
 from ._batch import data_axes
+from ._bytes import array_bytes
 from ._check import check
 from ._findings import LayoutError
 from ._layout import Layout
@@ -157,7 +158,7 @@ def shard_bytes(tree: Any) -> int:
     """Returns the bytes that one device holds of a pytree of abstract arrays (exact)."""
     total = 0
     for leaf in jax.tree.leaves(tree):
-        total += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        total += array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     return total
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
+from ._bytes import array_bytes
 from ._spec import Fault, faults, shard_shape, show_spec, ways
 
 # Why a strategy did not split a leaf that it was to split.
@@ -93,8 +94,8 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole array (exact)."""
-        return self.size * self.dtype.itemsize
+        """Bytes of the whole array on a device, 4-bit elements packed (exact)."""
+        return array_bytes(self.shape, self.dtype)
 
     @property
     def faults(self) -> list[Fault]:
@@ -120,7 +121,7 @@ class Leaf:
     @property
     def shard_bytes(self) -> int:
         """Bytes of what one device holds (exact)."""
-        return math.prod(self.shard_shape) * self.dtype.itemsize
+        return array_bytes(self.shard_shape, self.dtype)
 
     @property
     def held_bytes(self) -> int:

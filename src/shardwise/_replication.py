@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jax.sharding import PartitionSpec as P
 
+from ._bytes import array_bytes
 from ._findings import Finding, make_finding
 from ._layout import Layout
 from ._leaf import Leaf
@@ -46,7 +47,7 @@ class Replication:
             return
         spec = _better(leaf) if leaf.is_whole else None
         if spec is not None:
-            left = math.prod(shard_shape(leaf.shape, spec, leaf.sizes)) * leaf.dtype.itemsize
+            left = array_bytes(shard_shape(leaf.shape, spec, leaf.sizes), leaf.dtype)
             help_text = f"{show_spec(spec)} would leave {show_bytes(left)} on each"
             why = ""
         else:

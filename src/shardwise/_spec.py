@@ -113,6 +113,7 @@ def faults(
     spec: P,
     sizes: Mapping[str, int],
     names: frozenset[str] = frozenset(),
+    places: Mapping[str, str | None] | None = None,
 ) -> list[Fault]:
     """Returns every reason why JAX would refuse `spec` for `shape` on a mesh of `sizes`.
 
@@ -122,29 +123,30 @@ def faults(
         sizes: the mesh's axes and their sizes.
         names: logical names that the model's annotation left in the spec, so that an
             unresolved name is told from a mistyped axis.
+        places: the axis to suggest for each unresolved name, or None to leave it whole; without,
+            one that suits this array.
     """
     found: list[Fault] = []
     axes = spec_axes(spec)
     mesh_axes = ", ".join(sizes)
-    unresolved = 0
+    goes = places_for_names([(shape, spec)], names, sizes) if places is None else places
     for axis in dict.fromkeys(itertools.chain(*axes)):
         if axis in sizes:
             continue
         if axis in names:
-            unresolved += 1
-            to = repr(list(sizes)[-1]) if unresolved == 1 else "None"
+            to = goes.get(axis)
             found.append(
                 Fault(
                     "SW109",
                     f"name {axis!r} of the annotation resolves to no axis of the mesh ({mesh_axes})",
                     "say where it goes: "
                     + either(
-                        f"sw.layout(..., logical={{{axis!r}: {to}}})",
-                        f"--rules with [logical] {axis} = {to if unresolved == 1 else []}",
+                        f"sw.layout(..., logical={{{axis!r}: {to!r}}})",
+                        f"--rules with [logical] {axis} = {[] if to is None else to!r}",
                     )
                     + (
-                        f", or {either(f'{{{axis!r}: None}}', f'{axis} = []')} to leave it whole"
-                        if unresolved == 1
+                        f", or {either(f'{{{axis!r}: None}}', f'{axis} = []')} to replicate it"
+                        if to is not None
                         else ""
                     ),
                 )
@@ -154,7 +156,7 @@ def faults(
                 Fault(
                     "SW101",
                     f"axis {axis!r} is not on the mesh",
-                    _nearest(axis, sizes) or f"the mesh has {mesh_axes}",
+                    _nearest(axis, shape, spec, sizes) or f"the mesh has {mesh_axes}",
                 )
             )
     dims_of: dict[str, list[int]] = {}
@@ -195,6 +197,70 @@ def faults(
                 )
             )
     return found
+
+
+def places_for_names(
+    arrays: Iterable[tuple[Sequence[int], P]], names: frozenset[str], sizes: Mapping[str, int]
+) -> dict[str, str | None]:
+    """Returns an axis for each name that is none, under which every array can be split.
+
+    The last axis of the mesh is preferred; a name that suits none is None: left whole.
+
+    Args:
+        arrays: shapes, and specs that may have names.
+        names: what is a name.
+        sizes: the mesh's axes and their sizes.
+    """
+    arrays = list(arrays)
+    found = {
+        axis: None
+        for _, spec in arrays
+        for axis in itertools.chain(*spec_axes(spec))
+        if axis in names and axis not in sizes
+    }
+    places: dict[str, str | None] = dict(found)
+    for name in found:
+        using = [pair for pair in arrays if name in itertools.chain(*spec_axes(pair[1]))]
+        for axis in reversed(list(sizes)):
+            tried = {**places, name: axis}
+            if not any(_worse(shape, spec, tried, sizes) for shape, spec in using):
+                places = tried
+                break
+    return places
+
+
+def _worse(
+    shape: Sequence[int], spec: P, places: Mapping[str, str | None], sizes: Mapping[str, int]
+) -> bool:
+    """Says whether an array has faults with these places that it has not with the names whole."""
+    whole = dict.fromkeys(places)
+    before, after = (_problems(shape, _placed(spec, at), sizes) for at in (whole, places))
+    return bool(after - before)
+
+
+def _problems(
+    shape: Sequence[int], spec: P, sizes: Mapping[str, int]
+) -> set[tuple[str, str | int]]:
+    """Returns the codes of what is wrong but for unknown axes, each with its axis or dim."""
+    axes = spec_axes(spec)
+    flat = list(itertools.chain(*axes))
+    found: set[tuple[str, str | int]] = {("SW102", a) for a in flat if flat.count(a) > 1}
+    if len(axes) > len(shape):
+        found.add(("SW103", len(axes)))
+    for dim, (size, entry) in enumerate(zip(shape, axes, strict=False)):
+        if size % math.prod(sizes.get(axis, 1) for axis in entry):
+            found.add(("SW104", dim))
+    return found
+
+
+def _placed(spec: P, places: Mapping[str, str | None]) -> P:
+    """Returns a spec in which each name is the axis that it goes to."""
+    return make_spec(
+        [
+            tuple(a for a in (places.get(axis, axis) for axis in entry) if a)
+            for entry in spec_axes(spec)
+        ]
+    )
 
 
 def ways(spec: P, sizes: Mapping[str, int]) -> int:
@@ -254,8 +320,11 @@ def _divides(
     return f"no order of these axes divides {tuple(shape)}; {pad}"
 
 
-def _nearest(axis: str, sizes: Mapping[str, int]) -> str | None:
+def _nearest(axis: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> str | None:
+    """Returns help that names the axis that was meant, if there is one that the array allows."""
     import difflib
 
-    near = difflib.get_close_matches(axis, list(sizes), n=1)
-    return f"did you mean {near[0]!r}? the mesh has {', '.join(sizes)}" if near else None
+    for near in difflib.get_close_matches(axis, list(sizes)):
+        if not _worse(shape, spec, {axis: near}, sizes):
+            return f"did you mean {near!r}? the mesh has {', '.join(sizes)}"
+    return None
