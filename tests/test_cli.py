@@ -75,6 +75,8 @@ recipe = sw.Recipe(
     "not.toml": "strategy = ",
     "unknown.toml": "stratgy = 'fsdp'",
     "typed.toml": "strategy = 3",
+    "least.toml": "strategy = 'fsdp'\nmin_bytes = -1",
+    "bytes.toml": "strategy = 'fsdp'\nmin_bytes = '1KiB'",
     "number.toml": "[[rules]]\n'**' = 3",
     "nested.toml": "[[rules]]\nup.kernel = 'P()'",
     "spec.toml": "[[rules]]\n'**' = 'Q()'",
@@ -223,7 +225,8 @@ def test_help_has_examples_and_the_exit_status(run, command):
     assert example in text and "TARGET is path/to/file.py:name or package.module:name" in text
 
 
-FORM = 'it may hold strategy = "fsdp", a table [logical] with mlp = "model" or embed = [], and tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
+BYTES = "give a number of bytes, such as 65536, 64KiB or 1MiB"
+FORM = 'it may hold strategy = "fsdp" with min_bytes = "64KiB", a table [logical] with mlp = "model" or embed = [], and tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
 NAMES = "write path/to/file.py:name or package.module:name"
 SHAPES = 'write dtype[shape], such as int32[8,128], several joined by ;, with names as in tokens=int32[8,128], or an argument that is a dict as {"x": "float32[8,16]"}'
 SPEC = "write the spec as a string, such as \"P(None, 'model')\""
@@ -260,12 +263,55 @@ ERRORS = {
     "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
     "logical": (("mlp.py:make", *MESH, "--rules", "axis.toml"), "logical={'mlp': 3} is not an axis: give an axis name, a tuple of them, or None"),
     "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp and the rules' strategy 'fsdp': give one"),
+    "min-bytes": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "64kb"), f"--min-bytes '64kb' is not a number of bytes: {BYTES}"),
+    "half a byte": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "0.3"), f"--min-bytes '0.3' is not a number of bytes: {BYTES}"),
+    "min-bytes of dp": (("mlp.py:make", *MESH, "--strategy", "dp", "--min-bytes", "0"), "--min-bytes is for the strategy fsdp, but the strategy is dp"),
+    "min-bytes alone": (("mlp.py:make", *MESH, "--min-bytes", "0"), "--min-bytes is for the strategy fsdp, but no strategy is given"),
+    "rules' min_bytes": (("mlp.py:make", *MESH, "--rules", "least.toml"), f"the rules least.toml have min_bytes = -1: {BYTES}"),
+    "two min_bytes": (("mlp.py:make", *MESH, "--rules", "bytes.toml", "--min-bytes", "0"), "--min-bytes 0 and the rules' min_bytes: give one"),
     "inputs": (("mlp.py:make", *MESH, "--inputs", "int32[8];f32"), f"--inputs 'int32[8];f32' has 'f32': {SHAPES}"),
     "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), f"--inputs 'int33[8]' has 'int33[8]': {SHAPES}"),
     "inputs' shape": (("mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,15]"), "Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (15,) and (16,) at …"),
     "explain": (("mlp.py:make", *MESH, "--explain", "up.kernal"), "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"),
 }
 # fmt: on
+
+
+def test_min_bytes_is_an_option_and_may_stand_in_the_rules(run):
+    def bias(*how):
+        status, out, _ = run("plan", "mlp.py:make", "--mesh", "data=2", *how, "--format", "json")
+        assert status == 0
+        return {leaf["path"]: leaf["spec"] for leaf in json.loads(out)["leaves"]}
+
+    everything = bias("--strategy", "fsdp", "--min-bytes", "0")
+    assert set(everything.values()) == {"P('data')", "P(None, 'data')"}
+    some = bias("--strategy", "fsdp", "--min-bytes", "1KiB")
+    assert some["up.bias"] == "P()" and some["up.kernel"] == everything["up.kernel"]
+    assert (
+        some == bias("--rules", "bytes.toml") == bias("--strategy", "fsdp", "--min-bytes", "1024")
+    )
+
+
+def test_the_help_of_a_finding_speaks_of_options(run):
+    how = ("--mesh", "data=8", "--strategy", "fsdp", "--min-bytes", "64MiB")
+    status, out, _ = run("check", "shardwise.examples.decoder:make", *how)
+    assert status == 1
+    assert "help: --min-bytes 0 would leave 10.0 MiB on each; --allow 'SW105:**' or" in out
+    status, out, _ = run("check", "shardwise.examples.decoder:make", *how, "--allow", "SW105:**")
+    assert (status, out) == (0, "no findings, 54 allowed\n")
+    status, out, _ = run(
+        "plan",
+        "mlp.py:make",
+        "--mesh",
+        "data=2",
+        "--strategy",
+        "fsdp",
+        "--min-bytes",
+        "1MiB",
+        "--explain",
+        "up.bias",
+    )
+    assert "bytes are fewer than min_bytes=1,048,576" in out
 
 
 @pytest.mark.parametrize("case", ERRORS)

@@ -5,12 +5,16 @@ import html.parser
 import inspect
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import urllib.parse
 import zlib
 from pathlib import Path
 
+import jax
+import numpy as np
 import pages
 import pytest
 import typer
@@ -148,6 +152,37 @@ def test_the_commands_help_is_what_the_page_says(site, run, monkeypatch):
 def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert pages.run_all(DOCS / f"{page}.md", "body.py")
+
+
+def test_the_shell_of_the_start_page_does_what_its_python_does(tmp_path, monkeypatch, run):
+    """From the same checkpoint: the same steps, and every array alike to the bit."""
+    found = list(pages.blocks(DOCS / "start.md"))
+    code = [text for language, text in found if language == "python"]
+    last = next(i for i, text in enumerate(code) if "steps=30" in text)
+    scope, (here, there) = {}, (tmp_path / "python", tmp_path / "shell")
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for text in code[:last]:
+        pages.run(text, "train.py", scope)
+    shutil.copytree(here, there)
+    pages.run(code[last], "train.py", scope)
+
+    lines = [line for text in code[1:] for line in text.splitlines()]
+    names = ("batch = ", "recipe = ", "data = ")
+    held = [code[0], *(line for line in lines if line.startswith(names))]
+    (there / "train.py").write_text("\n".join(held))
+    (command,) = [t for k, t in found if k == "bash" and t.startswith("shardwise train")]
+    monkeypatch.chdir(there)
+    status, _, err = run(*shlex.split(command)[1:])
+    assert not status, err
+
+    layout, ends = scope["other"], []
+    for folder in (here, there):
+        store = shardwise.Checkpoints(folder / "runs" / "first")
+        assert store.steps() == [10, 20, 30]
+        ends.append(store.restore(scope["recipe"], layout))
+    assert jax.tree.all(jax.tree.map(np.array_equal, *ends))
+    assert ends[1].model["up.kernel"].sharding == scope["state"].model["up.kernel"].sharding
 
 
 RUN = """

@@ -23,6 +23,8 @@ def test_there_are_pages():
         "from_flax",
         "from_fsdp2",
         "from_maxtext",
+        "inference",
+        "lora",
         "many_hosts",
         "report",
         "training",
