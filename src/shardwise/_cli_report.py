@@ -219,4 +219,8 @@ def _saved(path: str) -> Plan:
     # Only a compilation says for which devices it is.
     if isinstance(content, dict) and "target" in content:
         return Plan(None, load_compiled(path))
+    if content is not None and not (isinstance(content, dict) and "format" in content):
+        raise ValueError(
+            f"{path} is not a saved file: plan --save writes layouts, compile --save compilations"
+        )
     return Plan(load_layout(path))

@@ -295,8 +295,16 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
             seconds=found["seconds"],
             cached=found["cached"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{os.fspath(path)} is no saved compilation: {error}") from error
+    except OSError as error:
+        raise ValueError(
+            f"the compilation {os.fspath(path)} cannot be read: {error.strerror}"
+        ) from error
+    except KeyError as error:
+        raise ValueError(
+            f"{os.fspath(path)} is not a saved compilation: it lacks {error}"
+        ) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{os.fspath(path)} is not a saved compilation: {error}") from error
 
 
 def _finding(row: dict[str, Any]) -> Finding:

@@ -17,6 +17,7 @@ from ._layout import Layout
 from ._recipe import Recipe
 from ._step import Blueprint, blueprint
 from ._train import Putter
+from ._words import either
 
 
 def data(
@@ -231,7 +232,9 @@ def _open(path: Path, dtype: Any) -> np.ndarray:
         if path.suffix == ".npy":
             return np.load(path, mmap_mode="r")
         if dtype is None:
-            raise ValueError("it has no header: give dtype=, such as 'uint16'")
+            raise ValueError(
+                f"it has no header: give {either('dtype=', '--dtype')}, such as 'uint16'"
+            )
         return np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"the file of tokens {path} cannot be read: {error}") from error

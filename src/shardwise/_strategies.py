@@ -11,6 +11,7 @@ from ._leaf import Leaf, Opinion
 from ._rules import Rule, Rules, Scene, patterns, replicate, require_axes
 from ._spec import divisible_dims, make_spec, padded
 from ._tensor import tensor
+from ._words import either
 
 MIN_BYTES = 2**20
 
@@ -150,6 +151,6 @@ def _pick_axis(strategy: str, wanted: tuple[str, ...], sizes: Mapping[str, int])
             return axis
     raise ValueError(
         f"strategy {strategy!r} needs an axis named {' or '.join(map(repr, wanted))}, but the mesh "
-        f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one, "
-        f"or use sw.{strategy}(axis)"
+        f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one"
+        + either(f", or use sw.{strategy}(axis)", "")
     )
