@@ -300,9 +300,9 @@ def test_saved_and_compared(tmp_path):
 def test_a_file_of_something_else(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="is no saved compilation"):
+    with pytest.raises(ValueError, match="is not a saved compilation"):
         sw.load_compiled(path)
-    with pytest.raises(ValueError, match="is no saved compilation"):
+    with pytest.raises(ValueError, match="is not a saved compilation"):
         sw.load_compiled(tmp_path / "none.json")
 
 

@@ -113,7 +113,10 @@ def require_devices(layout: Layout) -> Mesh:
         axes = show_mesh(layout.mesh)
         raise ValueError(
             f"the layout is on {axes} of no devices, so nothing can be placed on it: "
-            f"use {either(f'layout.on(sw.mesh({axes!r}))', '--on here')} for devices that are here"
+            + either(
+                f"use layout.on(sw.mesh({axes!r})) for devices that are here",
+                f"give --on here for the devices present, or --on cpu:{layout.mesh.size} for virtual ones",
+            )
         )
     return layout.mesh
 
