@@ -261,7 +261,7 @@ ERRORS = {
     "rule without quotes": (("mlp.py:make", *MESH, "--rules", "nested.toml"), f"the rules nested.toml give pattern 'up' {{'kernel': 'P()'}}: {SPEC}"),
     "rule's spec": (("mlp.py:make", *MESH, "--rules", "spec.toml"), "'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
     "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
-    "logical": (("mlp.py:make", *MESH, "--rules", "axis.toml"), "logical={'mlp': 3} is not an axis: give an axis name, a tuple of them, or None"),
+    "logical": (("mlp.py:make", *MESH, "--rules", "axis.toml"), "[logical] mlp = 3 is not an axis: give an axis name, or a list of them"),
     "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp and the rules' strategy 'fsdp': give one"),
     "min-bytes": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "64kb"), f"--min-bytes '64kb' is not a number of bytes: {BYTES}"),
     "half a byte": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "0.3"), f"--min-bytes '0.3' is not a number of bytes: {BYTES}"),
@@ -362,6 +362,12 @@ def test_a_target_may_start_a_backend_when_it_is_imported(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     assert done.stdout == planned(lay(mlp().make, "tensor"))
     assert done.stderr.startswith("8\n")  # what the target prints
+
+
+def test_the_other_side_of_a_report_may_have_more_devices():
+    sides = ("--mesh", "data=2", "--on", "cpu:2", "--against-mesh", "data=4", "--against-on")
+    done = start("report", "backend.py:make", *sides, "cpu:4", "-o", "two.html")
+    assert (done.returncode, set(done.stderr.split())) == (0, {"4"})
 
 
 def test_the_installed_command_plans_the_example():

@@ -133,7 +133,7 @@ WRONG = {
     ),
     "no data": (
         ("train", "bare.py:recipe", *RUN, "--steps", "1"),
-        "there is no data to train on: name it with --data, or have a name data in bare.py",
+        "there is no data to train on: give --data, such as --data tokens.npy --length 128, or define data in bare.py, as shardwise.examples.text does",
     ),
     "no such data": (
         ("train", "small.py:recipe", *RUN, "--steps", "1", "--data", "tokens.npy", "--length", "8"),
@@ -149,8 +149,8 @@ WRONG = {
     ),
     "no devices": (
         ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
-        "the layout is on data=8 of no devices, so nothing can be placed on it: give --on here, "
-        "or --on cpu:N for virtual devices",
+        "the layout is on data=8 of no devices, so nothing can be placed on it: give "
+        "--on here for the devices present, or --on cpu:8 for virtual ones",
     ),
     "nothing there": (
         ("checkpoints", "away"),

@@ -723,7 +723,9 @@ def test_allowances(allow, kept, allowed):
 
 
 def test_an_allowance_of_no_code_is_refused():
-    with pytest.raises(ValueError, match="allow names 'SW999', which is no code: they are SW101, "):
+    with pytest.raises(
+        ValueError, match="allow names 'SW999', which is no code: nearest are SW109"
+    ):
         check(linear(), "data=2", allow={"SW999": "**"})
 
 

@@ -149,7 +149,7 @@ BAD = {
     "too many devices": (
         problems.partition_spec_layout_for_real,
         (16, 8, 16),
-        "on='cpu:16' needs 16 CPU devices, but the backend has already started with 8",
+        "on='cpu:16' needs 16 CPU devices, but JAX has already started with 8",
     ),
 }
 

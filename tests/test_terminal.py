@@ -23,9 +23,10 @@ from shardwise import _cli, _cli_complete, _terminal
 from shardwise._cli_bars import bar
 from shardwise._cli_tree import tree_text
 from shardwise._compiled import Part
+from shardwise._findings import CODES
 from shardwise._recipe import remat_policy
 from shardwise._strategies import flatten_rules
-from shardwise._table import show_bytes
+from shardwise._table import show_bytes, show_count, show_flops, show_seconds
 from shardwise.examples import decoder
 from shardwise.models import CONFIGS
 
@@ -469,3 +470,46 @@ def test_plan_takes_a_policy(run):
     plan = ("plan", "train.py:recipe", *MESH)
     assert run(*plan, "--remat", "dots_saveable")[0] == 0
     assert "--remat 'dots' is no policy" in run(*plan, "--remat", "dots")[2]
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (show_seconds(11.15), "11.2 s"),
+        (show_seconds(0.8237), "824 ms"),
+        (show_seconds(0.99999), "1 s"),
+        (show_seconds(0.00035), "350 µs"),
+        (show_seconds(200), "3 min 20 s"),
+        (show_flops(2.61e14), "261 TFLOP"),
+        (show_flops(65536), "65.5 kFLOP"),
+        (show_flops(512), "512 FLOP"),
+        (show_flops(999_900), "1 MFLOP"),
+        (show_flops(3e21), "3000 EFLOP"),
+        (show_count(9170), "9.17k"),
+        (show_count(110), "110"),
+        (show_count(1.5e9), "1.5G"),
+    ],
+)
+def test_numbers_are_for_people(shown, text):
+    assert shown == text
+
+
+def test_a_code_is_explained_without_the_docs(run):
+    status, out, err = run("explain", "sw104")
+    assert (status, err) == (0, "") and out.startswith("# SW104 indivisible-dim\n")
+    assert run("explain", "indivisible-dim") == (0, out, "")
+    _, out, _ = run("explain")
+    assert [line.split()[0] for line in out.splitlines()[1:-2]] == list(CODES)
+    told = "shardwise: 'SW14' is not a code: nearest are SW104, SW501, SW405\n"
+    assert run("explain", "SW14") == (2, "", told)
+    _, out, _ = run("check", "model.py:make", *MESH[:2], "--rules", "wrong.toml")
+    assert out.endswith("shardwise explain SW101 says what it is about, and what to do\n")
+
+
+def test_what_is_missing_is_told_with_an_example(run):
+    for name, command in commands():
+        needed = [param for param in command.params if param.required]
+        if needed:
+            status, out, err = run(name)
+            assert (status, out, err.count("\n")) == (2, "", 1)
+            assert re.match(rf"shardwise: Missing .*: for example, shardwise {name} \S", err), err

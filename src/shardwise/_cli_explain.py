@@ -19,7 +19,7 @@ _PLACES = (Path(__file__).parent / "codes", Path(__file__).parents[2] / "docs" /
 @command(
     help="""Explain a finding's code: what it finds, why it is bad, an example, what to do instead.
 
-Without a code, list them all. shardwise plan --explain PATH says who decided a leaf's spec.
+Without a code, list them all. Who decided a leaf's spec is said by plan --explain PATH.
 
 Examples:
 

@@ -35,8 +35,8 @@ stderr.
 shardwise COMMAND --help has examples of each command. --format json prints what
 docs/reference/json.md describes. NO_COLOR=1 turns colours off.
 
-shardwise explain SW104 prints the page of a finding's code. The docs are in docs/ of the source,
-docs/index.md first."""
+The page of a finding's code is printed by shardwise explain SW104. The docs are in docs/ of the
+source, docs/index.md first."""
 
 
 class Group(typer.core.TyperGroup):

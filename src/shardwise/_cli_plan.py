@@ -136,7 +136,7 @@ def plan(
 @command(
     help=f"""Check a layout: every problem at once, with its code, path, numbers and help.
 
-shardwise explain SW104 prints the page of a code.
+The page of a code is printed by shardwise explain SW104.
 
 {TARGETS}
 
@@ -243,7 +243,8 @@ def _explain(made: Layout, path: str, format: Format) -> None:
     try:
         leaf = made[path]
     except KeyError as error:
-        raise ValueError(error.args[0]) from error
+        hint = "" if ";" in error.args[0] else f"; it has {made.leaves[0].path}, for example"
+        raise ValueError(f"{error.args[0]}{hint if made.leaves else ''}") from error
     if format is Format.text:
         tell(made.explain(path))
         return

@@ -177,6 +177,7 @@ def report(
         "mesh": against_mesh, "on": against_on, "strategy": against_strategy,
         "min_bytes": against_min_bytes, "rules": against_rules,
     }  # fmt: skip
+    _reserve_devices(on, against_on)
     plans = [_plan(target, **how, **step)]
     if against is not None or any(value is not None for value in other.values()):
         # What is not said of the other is as with the first; rules and a strategy, only together.
@@ -196,6 +197,17 @@ def report(
         tell(f"{name}: {known.verdict}" if len(plans) > 1 else known.verdict)
     tell(f"wrote {output} ({len(made.html.encode()) / 1024:.0f} KiB): open it in a browser")
     raise typer.Exit(0 if all(known.usable for _, known in plans) else 1)
+
+
+def _reserve_devices(*given: str | None) -> None:
+    """Asks for as many virtual CPU devices as the larger of two needs, before JAX starts them."""
+    import jax
+
+    counts = [on.strip().lower().partition("cpu:")[2] for on in given if on is not None]
+    wanted = [int(count) for count in counts if count.isdecimal() and len(count) < 5]
+    if len(wanted) > 1:
+        with contextlib.suppress(RuntimeError):  # they run already
+            jax.config.update("jax_num_cpu_devices", max(wanted))
 
 
 def _require_own(target: str, options: dict[str, str | None]) -> None:
@@ -244,4 +256,8 @@ def _saved(path: str) -> Plan:
     # Only a compilation says for which devices it is.
     if isinstance(content, dict) and "target" in content:
         return Plan(None, load_compiled(path))
+    if content is not None and not (isinstance(content, dict) and "format" in content):
+        raise ValueError(
+            f"{path} is not a saved file: plan --save writes layouts, compile --save compilations"
+        )
     return Plan(load_layout(path))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -381,16 +382,27 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
     place = target.rpartition(":")[0]
     if given is not None and (length is not None or Path(given).is_file()):
         return make_data(given, length=length, dtype=dtype)
+    if given is not None and ":" not in given:
+        raise ValueError(
+            f"--data {given!r} is not a file: name one of tokens, with --length, or a sw.data as "
+            f"path/to/file.py:name"
+        )
     name = given if given is not None else f"{place}:data"
     try:
         found = load_name(name)
     except ValueError as error:
         if given is None:
             raise ValueError(
-                f"there is no data to train on: name it with --data, or have a name data in {place}"
+                f"there is no data to train on: give --data, such as --data tokens.npy --length 128, "
+                f"or define data in {place}, as shardwise.examples.text does"
             ) from error
         raise
-    return found if isinstance(found, Data) or not callable(found) else found()
+    samples = found if isinstance(found, Data) or not callable(found) else found()
+    if not isinstance(samples, Data | Iterable):
+        raise ValueError(
+            f"the data {name} is a {type(samples).__name__}: name a sw.data, or an iterable of batches"
+        )
+    return samples
 
 
 def _list(store: Checkpoints, format: Format, step: int | None) -> None:

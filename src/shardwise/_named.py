@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +80,10 @@ def parse_batch(text: str) -> tuple[int, ...]:
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
         raise ValueError(f"--batch {text!r}: write sizes, such as 256 or 256x4096")
-    return tuple(int(size) for size in text.strip().split("x"))
+    sizes = tuple(int(size[:20]) for size in text.strip().split("x"))
+    if math.prod(sizes) >= 2**53:
+        raise ValueError(f"--batch {text!r}: no batch is that large")
+    return sizes
 
 
 def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:

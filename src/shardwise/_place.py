@@ -19,7 +19,6 @@ from ._layout import Layout, require_layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves
 from ._parts import put_anywhere, run_in_parts
-from ._words import helped
 
 T = TypeVar("T")
 
@@ -119,11 +118,12 @@ def require_devices(layout: Layout) -> Mesh:
     check(layout).raise_if_errors()
     if not isinstance(layout.mesh, Mesh):
         axes = show_mesh(layout.mesh)
-        raise helped(
-            ValueError,
-            f"the layout is on {axes} of no devices, so nothing can be placed on it",
-            python=f"use layout.on(sw.mesh({axes!r})) for devices that are here",
-            cli="give --on here, or --on cpu:N for virtual devices",
+        raise ValueError(
+            f"the layout is on {axes} of no devices, so nothing can be placed on it: "
+            + either(
+                f"use layout.on(sw.mesh({axes!r})) for devices that are here",
+                f"give --on here for the devices present, or --on cpu:{layout.mesh.size} for virtual ones",
+            )
         )
     return layout.mesh
 

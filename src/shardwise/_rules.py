@@ -18,7 +18,7 @@ from ._leaf import Leaf, Opinion
 from ._model import AbstractModel, sharding_rules_of, split_path
 from ._spec import Axes, dim_axes, normal_spec, require_spec, show_spec
 from ._values import show_value
-from ._words import count
+from ._words import count, either
 
 if TYPE_CHECKING:
     from ._dataflow import Flow
@@ -257,5 +257,8 @@ def _as_axes(name: str, to: str | Sequence[str] | None) -> Axes:
     if isinstance(to, Sequence) and all(isinstance(axis, str) for axis in to):
         return tuple(to)
     raise ValueError(
-        f"logical={{{name!r}: {show_value(to)}}} is not an axis: give an axis name, a tuple of them, or None"
+        either(
+            f"logical={{{name!r}: {show_value(to)}}} is not an axis: give an axis name, a tuple of them, or None",
+            f"[logical] {name} = {show_value(to)} is not an axis: give an axis name, or a list of them",
+        )
     )

@@ -222,6 +222,6 @@ def _pick_axis(strategy: str, wanted: tuple[str, ...], sizes: Mapping[str, int])
             return axis
     raise ValueError(
         f"strategy {strategy!r} needs an axis named {' or '.join(map(repr, wanted))}, but the mesh "
-        f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one, "
-        f"or use sw.{strategy}(axis)"
+        f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one"
+        + either(f", or use sw.{strategy}(axis)", "")
     )
