@@ -34,6 +34,9 @@ class Mlp(nnx.Module):
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
 
+    def half(self, x):
+        return self.up(x)
+
 def make():
     return Mlp(nnx.Rngs(0))
 
@@ -333,6 +336,32 @@ def test_what_cannot_run_is_one_sentence(run, case):
 def test_wrong_allowances(run, allow, message):
     status, out, err = run("check", "mlp.py:make", *MESH, "--allow", allow)
     assert (status, out) == (2, "") and err.startswith(f"shardwise: {message}")
+
+
+def test_a_method_is_traced_instead_of_the_call(run):
+    arguments = ("plan", "mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,16]")
+    status, out, _ = run(*arguments, "--method", "half", "--format", "json")
+    assert status == 0
+    reasons = {leaf["path"]: leaf["reason"] for leaf in json.loads(out)["leaves"]}
+    assert "its outputs leave the model split; no all-reduce" in reasons["up.kernel"]
+    for wrong, message in (
+        (("--method", "halve"), "the model, a Mlp, has no method 'halve'; it has half"),
+        (("--inputs", "float32[8,15]", "--method", "half"), "Mlp.half cannot be traced: "),
+    ):
+        status, out, err = run(*arguments, *wrong)
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"shardwise: {message}")
+    status, out, err = run("plan", "mlp.py:make", *MESH, "--method", "half")
+    assert (status, err) == (2, "shardwise: --method half needs --inputs: what it is called with\n")
+
+
+def test_a_recipe_is_traced_by_its_loss(run):
+    status, out, _ = run("plan", "mlp.py:recipe", *MESH, "--strategy", "tensor", "--format", "json")
+    assert status == 0
+    reasons = {leaf["path"]: leaf["reason"] for leaf in json.loads(out)["leaves"]}
+    assert reasons["up.kernel"].endswith(
+        "dim 1, traced as one dim of 32 with down.kernel, up.bias: 1 all-reduce in the forward pass"
+    )
 
 
 # --- in a process of its own ----------------------------------------------------------------------

@@ -401,6 +401,10 @@ def test_what_the_trace_never_meets_is_guessed():
         "strategy 'tensor': tensor('model'): dim 1, a head onto a vocabulary of 64; "
         "guessed from module types and widths, since __call__ never uses it"
     )
+    layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS, method="embed")
+    assert layout["block.norm1.scale"].trail[-1].reason == (
+        "left alone: embed never uses it, and its module's type and widths do not tell its part"
+    )
 
 
 @pytest.mark.parametrize(

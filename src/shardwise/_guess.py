@@ -69,6 +69,11 @@ def guess_pairs(
             elif index not in found:
                 found[index] = Split(None, f"left alone: {why}; {because}")
     undecided = f"left alone: its module's type and widths do not tell its part; {because}"
+    if unmet is not None:
+        undecided = (
+            f"left alone: {traced} never uses it, and its module's type and widths do not tell "
+            f"its part"
+        )
     return {i: found.get(i, Split(None, undecided)) for i in sorted(asked)}
 
 

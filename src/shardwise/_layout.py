@@ -270,7 +270,8 @@ def layout(
         if inputs is None:
             raise ValueError(f"method={show_value(method)} needs inputs=: what it is called with")
     flow = functools.cache(lambda: trace_flow(abstract, mesh, inputs, method, recipe))
-    scene = Scene(abstract, sizes, flow)
+    is_known = lambda: inputs is not None or flow.cache_info().currsize  # noqa: E731
+    scene = Scene(abstract, sizes, flow, lambda: flow() if is_known() else None)
     named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
     for source, rule in named:
         pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule

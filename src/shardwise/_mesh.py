@@ -33,7 +33,8 @@ def mesh(
             topology (`"v5p:4x8x8"`, `"h200:8x8"`) for chips that are not here, also an
             `AbstractMesh`; or a sequence of devices.
         explicit: True for axes of type Explicit, or the names of those that are; the
-            default is Auto, under which any model works unchanged.
+            default is Auto, under which a model works unchanged unless it names axes itself, with
+            `out_sharding=` or `reshard`: that needs Explicit.
 
     Raises:
         ValueError: the axes do not parse, do not fit the devices, or name none that exist.

@@ -19,6 +19,7 @@ from ._layout import Layout, require_layout
 from ._mesh import show_mesh
 from ._model import keyed_leaves
 from ._parts import put_anywhere, run_in_parts
+from ._words import either
 
 T = TypeVar("T")
 

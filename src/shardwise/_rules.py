@@ -35,12 +35,14 @@ class Scene:
         model: the abstract model.
         sizes: the mesh's axes and their sizes.
         flow: returns how each leaf's dims flow through the forward pass, or None when
-            `layout` was given no inputs.
+            `layout` was given neither inputs nor a recipe.
+        known: the same, but None where only a recipe's loss could be traced, and was not yet.
     """
 
     model: AbstractModel
     sizes: Mapping[str, int]
     flow: Callable[[], Flow | None]
+    known: Callable[[], Flow | None]
 
 
 @runtime_checkable

@@ -37,7 +37,7 @@ class Fsdp:
         """Returns the rule, once the axes are known to be on the mesh."""
         require_axes(self.axes, scene.sizes, "fsdp")
         ways = math.prod(scene.sizes[axis] for axis in self.axes)
-        flow = scene.flow()
+        flow = scene.known()  # not worth tracing a loss for
         stacks = {leaf.path: set(leaf.stacked) for leaf in leaves}
         if flow is not None:  # a loop steps along these, whatever module they are in
             for leaf, dims in zip(leaves, flow.leaf_groups, strict=True):

@@ -21,7 +21,6 @@ from ._mesh import mesh
 from ._place import init
 from ._rules import by_rank
 from ._simulate import simulate
-from ._values import show_value
 
 _RULE = by_rank({2: P(None, "model"), 1: P("model")})
 
@@ -237,7 +236,7 @@ def _integer(value: float, name: str) -> int:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {show_value(value)}: give one number") from None
+        raise ValueError(f"{name} is {value!r}: give one number") from None
     if not math.isfinite(number):
         raise ValueError(f"{name} is {value!r}: give a finite number")
     return int(value)
