@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._agree import odd_ones
-from ._digest import _words
 from ._place import own_mesh
 from ._preflight import named_arrays
 from ._spec import spec_axes
@@ -126,6 +125,19 @@ def _replicated(state: TrainState) -> Mapping[str, jax.Array]:
 def _unused(spec: P, mesh: Any) -> tuple[str, ...]:
     used = set(itertools.chain(*spec_axes(spec)))
     return tuple(axis for axis in mesh.axis_names if axis not in used and mesh.shape[axis] > 1)
+
+
+def _words(array: jax.Array) -> jax.Array:
+    """Returns the bits of the elements as unsigned words of 32 bits."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag], axis=-1)
+    if array.dtype.name.startswith("float4"):
+        array = jax.lax.bitcast_convert_type(array, jnp.uint4)
+    # Booleans, and numbers of less than a byte, have no bits of their own to look at.
+    if array.dtype == jnp.bool_ or array.dtype.name in ("int2", "uint2", "int4", "uint4"):
+        return array.astype(jnp.int32).astype(jnp.uint32)
+    unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+    return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint32)
 
 
 def _part_hash(part: jax.Array) -> jax.Array:
