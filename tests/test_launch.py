@@ -272,6 +272,14 @@ def test_a_process_that_leaves_early_is_named_by_the_other():
     assert seconds < 2 * TIMEOUT + MARGIN_SECONDS
 
 
+def test_a_process_that_exits_with_a_status_is_reported_as_failed_at_once():
+    processes = start_joined(2, "--exit", "1", "--timeout", "60")
+    other, _ = (process.communicate(timeout=50)[0] for process in processes)
+    assert [process.returncode for process in processes] == [75, 3]
+    name = rf"process 1 of 2 \(pid {processes[1].pid} on host {re.escape(HOST)}\)"
+    assert re.search(rf"{name} failed( during step 5)?: exit status 3", other), other
+
+
 def test_the_launcher_names_a_process_that_is_killed():
     with start([*LAUNCH, "2", "1", *TRAIN]) as launcher:
         text = read_until(launcher, "sum") + read_until(launcher, "sum")

@@ -54,16 +54,16 @@ def exchange(topic: str, value: str) -> list[str]:
         >>> exchange("steps", "2, 4")
         ['2, 4']
     """
-    if jax.process_count() == 1:
+    if _count() == 1:
         return [value]
     place = _publish([topic, value])
     found = []
     with naming_lost_process(topic):
-        for index in range(jax.process_count()):
+        for index in range(_count()):
             theirs, given = _read(place, index, topic)
             if theirs != topic:
                 raise LostProcess(
-                    f"{who(index)} is at {theirs!r} while process {jax.process_index()} is at "
+                    f"{who(index)} is at {theirs!r} while process {runtime.global_state.process_id} is at "
                     f"{topic!r}: all processes must run the same program",
                     (index,),
                 )
@@ -80,7 +80,7 @@ def together(doing: str) -> Iterator[None]:
     Raises:
         LostProcess: another process failed inside.
     """
-    if jax.process_count() == 1:
+    if _count() == 1:
         yield
         return
     try:
@@ -180,6 +180,12 @@ def _difference(theirs: str, usual: str) -> str:
     return f" ({'; '.join(found)})"
 
 
+def _count() -> int:
+    # Not by jax.process_count, which starts the backend: how many devices it has may come later.
+    state = runtime.global_state
+    return 1 if state.client is None else state.num_processes or 1
+
+
 def _store() -> Any:
     return runtime.global_state.client
 
@@ -187,7 +193,7 @@ def _store() -> Any:
 def _publish(value: Any, failed: bool = False) -> str:
     place = f"shardwise/agree/{next(_ROUNDS)}"
     text = json.dumps([*value, failed])
-    _store().key_value_set(f"{place}/{jax.process_index()}", text)
+    _store().key_value_set(f"{place}/{runtime.global_state.process_id}", text)
     return place
 
 
@@ -213,11 +219,11 @@ def _read(place: str, index: int, topic: str) -> tuple[str, str]:
 def _say_failed(doing: str, error: Exception) -> None:
     """Publishes that this process failed, and waits a little for the others to have heard of it."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    text = f"{kind}{getattr(error, 'cli_text', error)}"
+    text = f"{kind}{error}"
     until = time.monotonic() + _FAILED_SECONDS
     with contextlib.suppress(Exception):
         place = _publish([doing, text], failed=True)
-        for index in range(jax.process_count()):
+        for index in range(_count()):
             left = max(1, int(1000 * (until - time.monotonic())))
             _store().blocking_key_value_get(f"{place}/{index}", left)
         # All have come: none of them is in a collective, and each will read it.

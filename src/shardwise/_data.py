@@ -18,7 +18,7 @@ from ._layout import Layout
 from ._recipe import Recipe
 from ._step import Blueprint, blueprint
 from ._train import Putter
-from ._words import count, helped
+from ._words import count, either
 
 _INT32 = np.iinfo("int32")
 
@@ -294,11 +294,12 @@ def _batch_size(planned: Any) -> int:
 def _samples(source: Any, length: int | None, dtype: Any) -> Any:
     if isinstance(source, str | os.PathLike):
         if length is None:
-            raise helped(
-                ValueError,
-                f"the file of tokens {source} is not cut into samples",
-                python="give length=, the tokens of one sample",
-                cli="give --length N, the tokens of one sample",
+            raise ValueError(
+                f"the file of tokens {source} is not cut into samples: "
+                + either(
+                    "give length=, the tokens of one sample",
+                    "give --length N, the tokens of one sample",
+                )
             )
         source = _open(Path(source), dtype)
     if length is not None:
@@ -317,11 +318,9 @@ def _open(path: Path, dtype: Any) -> np.ndarray:
     if not path.is_file():
         raise ValueError(f"the file of tokens {path} does not exist")
     if path.suffix != ".npy" and dtype is None:
-        raise helped(
-            ValueError,
-            f"the file of tokens {path} has no header that says its dtype",
-            python="give dtype=, such as 'uint16'",
-            cli="give --dtype, such as uint16",
+        raise ValueError(
+            f"the file of tokens {path} has no header that says its dtype: "
+            + either("give dtype=, such as 'uint16'", "give --dtype, such as uint16")
         )
     try:
         if path.suffix == ".npy":

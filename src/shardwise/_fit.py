@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._agree import agreed_steps, known_to_all, together
-from ._bounds import index_bounds
+from ._bounds import Bound, index_bounds
 from ._checkpoints import CheckpointError, Checkpoints
 from ._data import Data, open_batches
 from ._digest import digests
@@ -32,7 +32,7 @@ from ._stopping import Stopped, Stopping
 from ._terminal import working
 from ._train import Step, begin, given_arrays
 from ._watch import NotFinite, Watch, require_logs
-from ._words import helped
+from ._words import either
 
 _PROFILED_STEPS = 5
 _COMPARED_STEPS = 1000
@@ -149,7 +149,7 @@ def fit(
             state, position = begin(plan, given), 0
     first = int(state.step)
     saver = _Saver(plan, checkpoints, state)
-    judge = _Judge(plan, evaluate, evaluate_batches) if evaluate is not None else None
+    judge = _Judge(plan, evaluate, evaluate_batches, bounds) if evaluate is not None else None
     watch = Watch(plan, steps=steps, first=first, logs=folder, every=log_every, show=show)
     place = folder or (checkpoints.directory if checkpoints else Path.cwd())
     tracer = _Profile(place, watch.warn)
@@ -264,11 +264,9 @@ class _Saver:
     def at_last_good(self, kind: type[_Error], error: Exception) -> _Error:
         """Returns the error with where to go on from."""
         if self.checkpoints is None:
-            return helped(
-                kind,
-                f"{error}; nothing was saved",
-                python="give fit checkpoints=",
-                cli="give --checkpoints DIR",
+            return kind(
+                f"{error}; nothing was saved: "
+                + either("give fit checkpoints=", "give --checkpoints DIR")
             )
         steps = self.checkpoints.steps()
         if not steps:
@@ -280,10 +278,10 @@ class _Saver:
 class _Judge:
     """Evaluates a state on the same batches each time."""
 
-    def __init__(self, plan: Blueprint, data: Any, count: int):
+    def __init__(self, plan: Blueprint, data: Any, count: int, bounds: Sequence[Bound]):
         if not isinstance(data, Data):
             raise ValueError(f"evaluate is a {type(data).__name__}: give sw.data(…)")
-        self.plan, self.data, self.count = plan, data, count
+        self.plan, self.data, self.count, self.bounds = plan, data, count, bounds
         shardings = jax.tree.map(lambda leaf: leaf.sharding, plan.batch)
         self.jitted = jax.jit(
             plan.evaluate,
@@ -292,7 +290,7 @@ class _Judge:
         )
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        batches = zip(range(self.count), self.data.on(self.plan), strict=False)
+        batches = zip(range(self.count), self.data.on(self.plan, bounds=self.bounds), strict=False)
         rows = [self.jitted(state, batch) for _, batch in batches]
         names = [name for name, value in rows[0].items() if value.size == 1]
         return {f"eval_{name}": float(np.mean([row[name] for row in rows])) for name in names}
@@ -335,11 +333,12 @@ def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
     try:
         return next(batches)
     except StopIteration:
-        raise helped(
-            ValueError,
-            f"the data ended before step {number} of {steps}",
-            python="give fewer steps, or data of more epochs (sw.data(…, epochs=None) has no end)",
-            cli=f"give --steps {number - 1}, or data of more epochs",
+        raise ValueError(
+            f"the data ended before step {number} of {steps}: "
+            + either(
+                "give fewer steps, or data of more epochs (sw.data(…, epochs=None) has no end)",
+                f"give --steps {number - 1}, or data of more epochs",
+            )
         ) from None
 
 

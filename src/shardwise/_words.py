@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import TypeVar
 
-_Error = TypeVar("_Error", bound=Exception)
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 BYTES_FORM = "give a number of bytes, such as 65536, 64KiB or 1MiB"
 
@@ -53,8 +51,3 @@ def either(python: str, shell: str) -> str:
 def option(name: str, value: object) -> str:
     """Returns what was given: `on='cpu:8'` in Python, `--on cpu:8` in a shell."""
     return either(f"{name}={value!r}", f"--{name} {value}")
-
-
-def helped(kind: type[_Error], fact: str, *, python: str, cli: str) -> _Error:
-    """Returns an error whose advice suits its reader: arguments in Python, options in a shell."""
-    return kind(f"{fact}: {either(python, cli)}")

@@ -1,12 +1,14 @@
 """Sums over all devices step by step; `--until` steps, or for ever.
 
-Process `--fail` raises at step 5, process `--leave` exits there with code 3. With `--plain`
+Process `--fail` raises at step 5, process `--leave` exits there with code 3,
+process `--exit` by sys.exit. With `--plain`
 nothing but shardwise itself, at exit, names a lost process.
 """
 
 import argparse
 import contextlib
 import os
+import sys
 import time
 
 import jax
@@ -21,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--until", type=int, default=10**9)
 parser.add_argument("--fail", type=int)
 parser.add_argument("--leave", type=int)
+parser.add_argument("--exit", type=int)
 parser.add_argument("--timeout", type=float, default=30)
 parser.add_argument("--start", type=float, default=300)
 parser.add_argument("--plain", action="store_true")
@@ -47,6 +50,10 @@ for step in range(options.until):
     if step == 5 and options.leave == here.index:
         print("leaves")
         raise SystemExit(3)
+    if step == 5 and options.exit == here.index:
+        with contextlib.suppress(SystemExit):
+            sys.exit(4)  # it goes on: this is not how it ends
+        sys.exit(3)
     with contextlib.nullcontext() if options.plain else naming_lost_process(f"step {step}"):
         result = total(x).block_until_ready()
     if step == 9:
