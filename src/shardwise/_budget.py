@@ -7,7 +7,7 @@ from typing import Any
 
 from ._buffers import OTHER
 from ._compiled import Compiled, show_not_counted
-from ._table import show_bytes
+from ._table import show_bytes, show_flops
 from ._traffic import Collective
 
 
@@ -50,7 +50,7 @@ def assert_budget(
         >>> sw.assert_budget(compiled, peak_bytes=100_000, collectives={"data": {"all-reduce": 1}})
         >>> sw.assert_budget(compiled, flops=1000)
         Traceback (most recent call last):
-        shardwise._budget.BudgetExceeded: a device does 6.554e+04 flops in a step (compiled), its budget is 1000
+        shardwise._budget.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), its budget is 1 kFLOP: 64,536 too many
     """
     wrong = [*_memory(compiled, peak_bytes, temporaries_bytes)]
     found = compiled.by_axis
@@ -98,17 +98,18 @@ def _flops(compiled: Compiled, most: int | None) -> list[str]:
         return []
     if compiled.flops is None:
         return [
-            f"the flops of the step are unknown, so their budget of {most:.4g} cannot be confirmed: "
+            f"the flops of the step are unknown, so their budget of {show_flops(most)} cannot be confirmed: "
             f"there is no program, and {compiled.verdict}"
         ]
     if compiled.flops > most:
         return [
-            f"a device does {compiled.flops:.4g} flops in a step (compiled), its budget is {most:.4g}"
+            f"a device does {show_flops(compiled.flops)} in a step (compiled), its budget is "
+            f"{show_flops(most)}: {compiled.flops - most:,.0f} too many"
         ]
     if compiled.not_counted:
         return [
-            f"a device does {compiled.flops:.4g} flops in a step (compiled) and more that are not "
-            f"counted, so their budget of {most:.4g} cannot be confirmed: "
+            f"a device does {show_flops(compiled.flops)} in a step (compiled) and more that are not "
+            f"counted, so their budget of {show_flops(most)} cannot be confirmed: "
             f"{show_not_counted(compiled.not_counted)}"
         ]
     return []

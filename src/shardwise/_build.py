@@ -46,24 +46,32 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
         ValueError: the factory cannot be called so.
     """
     require_factory(make)
-    kinds = [None, *_kinds(mesh)]
-    for on in kinds:
+    try:
+        return _built(make, trace, None)
+    except TraceContextError as error:
+        raise ValueError(
+            "the model's factory changes something that was made outside it, such as an "
+            "nnx.Rngs: make it inside, so that every call builds the same model"
+        ) from error
+    except Exception as error:
+        # All of JAX's sentences about a spec without a mesh have the word; and an empty mesh has
+        # no axis to ask for.
+        names_mesh = "mesh" in str(error).lower()
+        if mesh is None or not (names_mesh or isinstance(error, KeyError)):
+            raise
+        without_mesh = error
+    last: Exception = without_mesh
+    for on in _kinds(mesh):
         try:
             return _built(make, trace, on)
-        except TraceContextError as error:
-            raise ValueError(
-                "the model's factory changes something that was made outside it, such as an "
-                "nnx.Rngs: make it inside, so that every call builds the same model"
-            ) from error
         except Exception as error:
-            if mesh is None or (on is None and not _wants_mesh(error)):
-                raise
-            if on is kinds[-1]:
-                raise ValueError(
-                    f"the model's factory names mesh axes for its arrays, and cannot build them "
-                    f"on {show_mesh(mesh)}: {error}"
-                ) from error
-    raise AssertionError("the last kind returns or raises")
+            last = error
+    if not names_mesh:
+        raise without_mesh
+    raise ValueError(
+        f"the model's factory names mesh axes for its arrays, and cannot build them on "
+        f"{show_mesh(mesh)}: {last}"
+    ) from last
 
 
 def _built(make: Callable[[], Any], trace: Trace, on: AbstractMesh | None) -> Built:
@@ -112,18 +120,11 @@ def _on(mesh: AbstractMesh | None) -> Iterator[None]:
         yield
 
 
-def _kinds(mesh: AnyMesh | None) -> list[AbstractMesh]:
+def _kinds(mesh: AnyMesh) -> list[AbstractMesh]:
     """Returns the mesh with axes of either type: constraints want Auto, types want Explicit."""
-    if mesh is None:
-        return []
     sizes, names = tuple(mesh.shape.values()), tuple(mesh.shape)
     kinds = (AxisType.Auto, AxisType.Explicit)
     return [AbstractMesh(sizes, names, axis_types=(kind,) * len(names)) for kind in kinds]
-
-
-def _wants_mesh(error: Exception) -> bool:
-    # In all of JAX's sentences about a spec without a mesh; and no axis is on the empty one.
-    return "mesh" in str(error).lower() or isinstance(error, KeyError)
 
 
 def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:

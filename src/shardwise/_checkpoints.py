@@ -231,6 +231,11 @@ class Checkpoints:
                 self._writer = None
             self._lock.release()
 
+    def release(self) -> None:
+        """Lets other writers have the directory, if nothing is being saved."""
+        if self._writer is None:
+            self._lock.release()
+
     def steps(self) -> list[int]:
         """Returns the steps that are there, committed, in order."""
         if not self.directory.is_dir():
@@ -310,10 +315,12 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.take(on_disk=jax.process_index() == 0)
-        except Taken as taken:
-            told = f"checkpoints cannot be saved to {self.directory}: {taken}"
+        except (Taken, OSError) as error:
+            why = error if isinstance(error, Taken) else _reason(error)
+            told = f"checkpoints cannot be saved to {self.directory}: {why}"
+        # Exchanged whatever happened here: the others wait for it.
         if jax.process_count() > 1:
-            told = _from_first_process(told)
+            told = _from_first_process(told) or told
         if told:
             self._lock.release()
             raise CheckpointError(told)

@@ -126,33 +126,37 @@ def fit(
             f"resume=False would begin anew in {checkpoints.directory}, which has checkpoints up "
             f"to step {saved[-1]}: give another directory, or remove them"
         )
-    if checkpoints is not None and (not saved or saved[-1] < steps):
-        with together("preparing the checkpoints"):
-            checkpoints.require_writable()
-    with together("tracing the step"):
-        # Traced once: the first step finds it in JAX's cache.
-        traced = step.jitted.trace(plan.abstract, plan.batch).jaxpr
-        bounds = index_bounds(traced, len(jax.tree.leaves(plan.batch)))
-        programs = program_parts(plan, traced, given)
-    require_same_run(programs)
-    if checkpoints is not None and saved:
-        newest = saved[-1]
-        # By metadata alone first: reading waits for all processes, also for one that has failed.
-        with together(f"checking step {newest}"):
-            flight_check(plan, checkpoints.about(newest)).findings.raise_if_errors()
-        with together(f"restoring step {newest}"), working(f"restoring step {newest}", show=shown):
-            state = checkpoints.restore(recipe, layout, step=newest)
-            position = checkpoints.about(newest)["position"]
-    else:
-        doing = "initialising the model in its shards"
-        with together(doing), working(doing, show=shown):
-            state, position = begin(plan, given), 0
-    first = int(state.step)
-    saver = _Saver(plan, checkpoints, state)
-    judge = _Judge(plan, evaluate, evaluate_batches, bounds) if evaluate is not None else None
-    watch = Watch(plan, steps=steps, first=first, logs=folder, every=log_every, show=show)
-    place = folder or (checkpoints.directory if checkpoints else Path.cwd())
-    tracer = _Profile(place, watch.warn)
+    with _released_on_failure(checkpoints):
+        if checkpoints is not None and (not saved or saved[-1] < steps):
+            with together("preparing the checkpoints"):
+                checkpoints.require_writable()
+        with together("tracing the step"):
+            # Traced once: the first step finds it in JAX's cache.
+            traced = step.jitted.trace(plan.abstract, plan.batch).jaxpr
+            bounds = index_bounds(traced, len(jax.tree.leaves(plan.batch)))
+            programs = program_parts(plan, traced, given)
+        require_same_run(programs)
+        if checkpoints is not None and saved:
+            newest = saved[-1]
+            # By metadata alone first: reading waits for all processes, also for one that has failed.
+            with together(f"checking step {newest}"):
+                flight_check(plan, checkpoints.about(newest)).findings.raise_if_errors()
+            with (
+                together(f"restoring step {newest}"),
+                working(f"restoring step {newest}", show=shown),
+            ):
+                state = checkpoints.restore(recipe, layout, step=newest)
+                position = checkpoints.about(newest)["position"]
+        else:
+            doing = "initialising the model in its shards"
+            with together(doing), working(doing, show=shown):
+                state, position = begin(plan, given), 0
+        first = int(state.step)
+        saver = _Saver(plan, checkpoints, state)
+        judge = _Judge(plan, evaluate, evaluate_batches, bounds) if evaluate is not None else None
+        watch = Watch(plan, steps=steps, first=first, logs=folder, every=log_every, show=show)
+        place = folder or (checkpoints.directory if checkpoints else Path.cwd())
+        tracer = _Profile(place, watch.warn)
 
     with own_mesh(mesh), Stopping(mesh) as stop, watch:
         if saved:
@@ -160,9 +164,9 @@ def fit(
             watch.say(f"resumed after step {first} of {saver.place}{also}")
         if first >= steps:
             return state
-        with together("opening the data"):
-            batches = open_batches(data, plan, position, bounds)
         try:
+            with together("opening the data"):
+                batches = open_batches(data, plan, position, bounds)
             saver.require_replicas(first, state)
             for number in range(first + 1, steps + 1):
                 with naming_lost_process(f"step {number}"):
@@ -208,6 +212,17 @@ def fit(
         if stop.noted:  # it came while the last step was saved
             raise Stopped(steps, stop.noted)
     return state
+
+
+@contextlib.contextmanager
+def _released_on_failure(checkpoints: Checkpoints | None) -> Iterator[None]:
+    """Lets other runs save to the directory again if this one fails before its first step."""
+    try:
+        yield
+    except BaseException:
+        if checkpoints is not None:
+            checkpoints.release()
+        raise
 
 
 class _Saver:
