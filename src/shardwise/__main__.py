@@ -1,8 +1,6 @@
 """`shardwise`, and `python -m shardwise`."""
 
-import sys
-
-from ._ending import end_on_signals, leave_to_kernel, open_standard_streams
+from ._ending import end, end_on_signals, open_standard_streams
 
 
 def main() -> None:
@@ -11,9 +9,7 @@ def main() -> None:
     end_on_signals()
     from ._cli import run
 
-    status = run()
-    leave_to_kernel()
-    sys.exit(status)
+    end(run())
 
 
 if __name__ == "__main__":

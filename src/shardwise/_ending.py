@@ -7,6 +7,7 @@ imported here, since this module is loaded before anything else.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn, cast
 
 _WORDS = {signal.SIGINT: b"interrupted", signal.SIGTERM: b"terminated"}
 _undo: list[Callable[[], Any]] = []
@@ -71,11 +72,24 @@ def end_on_signals() -> None:
     os.register_at_fork(after_in_child=_be_plain)
 
 
-def leave_to_kernel() -> None:
-    """Makes the signals end this process by their default action: nothing is left to undo."""
-    for number in _WORDS:
-        if signal.getsignal(number) is _end:
-            signal.signal(number, signal.SIG_DFL)
+def end(status: int) -> NoReturn:
+    """Ends the process as Python would, but answers signals to the last.
+
+    Python forgets its handlers some time before it ends, and a signal then kills the process.
+    """
+    jax: Any = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        # What JAX's runtime does when a process ends needs to know how it ends.
+        for number in _WORDS:
+            if signal.getsignal(number) is _end:
+                signal.signal(number, signal.SIG_DFL)
+        sys.exit(status)
+    cast(Any, threading)._shutdown()
+    cast(Any, atexit)._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    _exit(status)
 
 
 def _watch(reader: socket.socket) -> None:
