@@ -250,7 +250,7 @@ ERRORS = {
     "import of a module": (("imports_nothing:make", *MESH), "importing imports_nothing failed: ModuleNotFoundError: No module named 'nothing_of_this_name', at imports_nothing.py:1"),
     "import's own error": (("divides.py:make", *MESH), "importing divides.py failed: ZeroDivisionError: division by zero, at divides.py:3"),
     "syntax": (("misspelt.py:make", *MESH), "importing misspelt.py failed: SyntaxError: invalid syntax (misspelt.py, line 1)"),
-    "factory's error": (("mlp.py:breaks", *MESH), "KeyError: 'config.width', at mlp.py:28"),
+    "factory's error": (("mlp.py:breaks", *MESH), "KeyError: 'config.width', at mlp.py:31"),
     "factory's argument": (("mlp.py:needs", *MESH), "the model's factory 'needs' needs the argument 'config': give a function of no arguments, such as lambda: Model(config, rngs=...)"),
     "factory's return": (("mlp.py:number", *MESH), "the model's factory returned a int: it must return an nnx.Module"),
     "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis should be: write axes as data=2,model=4"),

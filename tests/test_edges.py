@@ -249,7 +249,7 @@ def test_a_target_that_exits_is_not_clean(tmp_path, monkeypatch, capsys):
         main()
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith(
-        "shardwise: importing script.py failed: SystemExit: 0"
+        "shardwise: importing script.py called sys.exit(0), at script.py:2, which would end"
     )
 
 

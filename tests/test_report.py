@@ -591,7 +591,7 @@ def test_the_command_compiles_a_recipe_or_adds_its_state(run, tmp_path):
     target = "shardwise.examples.text:recipe"
     how = ("--mesh", "data=8", "--strategy", "fsdp", "-o", str(tmp_path / "a.html"))
     status, out, _ = run("report", target, *how)
-    assert status == 0 and "(exact): no leaf is split, with optimizer and batch " in out
+    assert status == 0 and "548.5 KiB of 4.3 MiB (exact), with optimizer and batch 1.6 MiB" in out
     status, out, _ = run("report", target, *how, "--on", "cpu:8", "--compile")
     assert status == 0 and "(compiled)" in out
 

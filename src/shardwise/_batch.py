@@ -121,7 +121,7 @@ def require_integers(
             raise ValueError(
                 f"{name} has {part[place]} in sample {sample(place[0])}, but the weight that it "
                 f"looks up has {bound.size} rows: give integers from 0 to {bound.size - 1}, as "
-                f"tokens within the vocabulary"
+                f"tokens within the vocabulary, or clip them in the loss if that is intentional"
             )
 
 

@@ -123,7 +123,7 @@ class Checkpoints:
         step = operator.index(step)
         could_not = f"step {step} could not be saved to {self.directory}"
         with self._explained(could_not):
-            self._take_lock()
+            self._take_lock(could_not)
         try:
             self._begin(step, state, could_not, position=position, layout=layout, finite=finite)
         except BaseException:
@@ -188,8 +188,9 @@ class Checkpoints:
             CheckpointError: that cannot be done, or another run saves there; better known before
                 a run than at its end.
         """
-        with self._explained(f"checkpoints cannot be saved to {self.directory}"):
-            self._take_lock()
+        could_not = f"checkpoints cannot be saved to {self.directory}"
+        with self._explained(could_not):
+            self._take_lock(could_not)
             tempfile.TemporaryFile(dir=self.directory).close()
 
     def wait(self) -> None:
@@ -307,7 +308,7 @@ class Checkpoints:
         with own_mesh(plan.layout.mesh):
             return _in_memory(arrays, plan)
 
-    def _take_lock(self) -> None:
+    def _take_lock(self, could_not: str) -> None:
         """Makes the directory and keeps other writers out of it; all processes call it."""
         if self._lock.held:
             return
@@ -316,8 +317,9 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.take(on_disk=jax.process_index() == 0)
         except (Taken, OSError) as error:
-            why = error if isinstance(error, Taken) else _reason(error)
-            told = f"checkpoints cannot be saved to {self.directory}: {why}"
+            told = f"{could_not}: {_reason(error)}"
+            if isinstance(error, Taken):
+                told = f"checkpoints cannot be saved to {self.directory}: {error}"
         # Exchanged whatever happened here: the others wait for it.
         if jax.process_count() > 1:
             told = _from_first_process(told) or told

@@ -263,7 +263,7 @@ def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | Non
         )
     if file is not None and file.min_bytes is not None and min_bytes is not None:
         raise ValueError(f"--min-bytes {min_bytes} and the rules' min_bytes: give one")
-    name = strategy or (file.strategy if file is not None else None)
+    name = strategy if strategy is not None else file.strategy if file is not None else None
     size = file.min_bytes if file is not None else None
     option = "the rules' min_bytes"
     if min_bytes is not None:

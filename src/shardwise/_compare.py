@@ -52,7 +52,7 @@ class CompiledDiff:
             lines.append(f"{name} {' -> '.join(shown)} ({step}compiled)")
         if self.flops[0] != self.flops[1]:
             old, new = ("unknown" if n is None else show_flops(n) for n in self.flops)
-            lines.append(f"{old} -> {new} (compiled)")
+            lines.append(f"flops {old} -> {new} (compiled)")
         lines += [f"- {_show(row, count)}" for row, count in self.removed]
         lines += [f"+ {_show(row, count)}" for row, count in self.added]
         lines += [f"+ finding {text}" for text in self.findings[0]]

@@ -226,13 +226,21 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            with undone(process.kill):
+            with undone(lambda: _kill(process)):
                 code = process.wait()
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
     return code, (folder / "noise").read_text(errors="replace")
+
+
+def _kill(process: subprocess.Popen[Any]) -> None:
+    """Ends the compiler's process, and waits until the system has forgotten it."""
+    process.kill()
+    # Not `process.wait`: whoever was interrupted may be within it, and has its lock.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(process.pid, 0)
 
 
 def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[str, Any]:

@@ -329,7 +329,9 @@ def _by_code(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Returns findings by code and help, in the order in which each comes first."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        found.setdefault((finding.code, finding.help), []).append(finding)
+        # Of one subtree is what shares its help too: another optimizer is another cause.
+        help = finding.help if finding.code in _BY_SUBTREE else ""
+        found.setdefault((finding.code, help), []).append(finding)
     return list(found.values())
 
 

@@ -166,9 +166,10 @@ def _devices(on: str | Sequence[Any] | None) -> tuple[list[Any], str]:
             )
         return devices, "on= has"
     count_text = on.strip().partition(":")[2].strip()
-    if not count_text.isdecimal() or len(count_text) > 9 or int(count_text) < 1:
+    if not (count_text.isascii() and count_text.isdecimal()) or not count_text.strip("0"):
         raise ValueError(f"{option('on', on)} does not say how many CPU devices: write 'cpu:8'")
-    return _cpu_devices(int(count_text)), f"{option('on', on)} has"
+    # Python reads no integer of thousands of digits, and none so long can be had.
+    return _cpu_devices(int(count_text[:18])), f"{option('on', on)} has"
 
 
 def _cpu_devices(count: int) -> list[Any]:

@@ -324,7 +324,11 @@ def _nearest(axis: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int])
     """Returns help that names the axis that was meant, if there is one that the array allows."""
     import difflib
 
-    for near in difflib.get_close_matches(axis, list(sizes)):
-        if not _worse(shape, spec, {axis: near}, sizes):
-            return f"did you mean {near!r}? the mesh has {', '.join(sizes)}"
+    close = difflib.get_close_matches(axis, list(sizes))
+    fits = [near for near in close if not _worse(shape, spec, {axis: near}, sizes)]
+    has = f"the mesh has {', '.join(sizes)}"
+    if fits:
+        return f"did you mean {fits[0]!r}? {has}"
+    if close:
+        return f"did you mean {close[0]!r}, which does not suit shape {tuple(shape)} here? {has}"
     return None
