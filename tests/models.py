@@ -301,6 +301,24 @@ class Stacked(nnx.Module):
         return run(x, self.stack)
 
 
+class Table:
+    """No module: its array is a constant of the model that holds it."""
+
+    def __init__(self, size):
+        self.sin = jnp.sin(jnp.arange(size) * 1.0)
+
+
+class Helped(nnx.Module):
+    """A helper object with an array beside the layers."""
+
+    def __init__(self, rngs, width=16):
+        self.table = Table(width)
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x + self.table.sin)
+
+
 class Oddments(nnx.Module):
     """Odd sizes, its own Rngs, counters of small dtypes, a scalar, a weak type, an empty leaf."""
 
@@ -349,6 +367,7 @@ ZOO = {
     "batch norm": (lambda: Normed(nnx.Rngs(0)), squares, _IMAGES),
     "attention with dropout": (lambda: Attending(nnx.Rngs(0)), squares, _SEQUENCES),
     "stacked with dropout": (lambda: Stacked(nnx.Rngs(0)), squares, _ROWS),
+    "helper": (lambda: Helped(nnx.Rngs(0)), squares, _ROWS),
     "oddments": (lambda: Oddments(nnx.Rngs(0)), squares, _ROWS),
 }
 """Each model of the zoo with a loss and a batch, ready to be trained."""

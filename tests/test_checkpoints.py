@@ -456,3 +456,20 @@ def test_another_optimizer_is_told_in_a_short_sentence(saved):
     assert sentence.startswith(f"{len(caught.value.findings)} findings: optimizer.0.nu.down.** (")
     assert sentence.count("; ") <= 4 and sentence.endswith("start another run from its model)")
     assert str(caught.value).count("error[SW402]") <= 3
+
+
+def test_a_step_under_another_number_is_refused(tmp_path):
+    make = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))  # noqa: E731
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: model(x).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+    checkpoints = sw.Checkpoints(tmp_path)
+    checkpoints.save(4, sw.train_state(recipe, layout))
+    checkpoints.close()
+    (tmp_path / "4").rename(tmp_path / "9")
+    with pytest.raises(sw.CheckpointError, match="step 9 in .* is damaged: it is step 4, in a dir"):
+        checkpoints.restore(recipe, layout)

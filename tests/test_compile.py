@@ -473,3 +473,24 @@ def test_nothing_is_printed(capfd):
     assert np.isfinite(float(sw.train_step(recipe(batch=512), layout_of("data=8", FSDP))(
         sw.train_state(recipe(batch=512), layout_of("data=8", FSDP)), np.ones((512, WIDTH), "f4")
     )[1]["loss"]))  # fmt: skip
+
+
+def test_a_loss_that_predicts_the_next_token_is_seen_too():
+    class Model(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.embed = nnx.Embed(512, 128, rngs=rngs)
+            self.up = nnx.Linear(128, 512, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.up(self.embed(tokens))
+
+    def loss(model, tokens):
+        # What loses the split, on purpose.
+        kept = jax.lax.with_sharding_constraint(model(tokens[:, :-1]), P())
+        return optax.softmax_cross_entropy_with_integer_labels(kept, tokens[:, 1:]).mean()
+
+    batch = jax.ShapeDtypeStruct((64, 33), "int32")
+    recipe = sw.Recipe(model=Model, loss=loss, optimizer=optax.sgd(0.1), batch=batch)
+    layout = sw.layout(Model, sw.mesh("data=8", on="cpu:8"), "dp")
+    assert "SW302" in {finding.code for finding in sw.compile(recipe, layout).findings}

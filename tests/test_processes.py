@@ -213,6 +213,23 @@ def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(tmp_path):
     assert [p.name for p in (tmp_path / "corrupt").iterdir()] == ["2"]
 
 
+def test_a_directory_that_processes_do_not_share_is_refused_before_training(tmp_path):
+    code, output = differ(tmp_path, "unshared")
+    assert code == 1, output
+    words = r"process 1 does not find there what process 0 has written: the directory must be on"
+    assert re.search(rf"\[1\] unshared: CheckpointError: checkpoints cannot .*: {words}", output)
+    assert re.search(rf"\[0\] unshared: LostProcess: {NAMED} failed while preparing", output), (
+        output
+    )
+
+
+def test_a_mesh_has_devices_of_every_process(tmp_path):
+    code, output = differ(tmp_path, "mesh")
+    assert code == 1, output
+    words = r"mesh: ValueError: the mesh has 2 of the 4 devices, none of them of process 1: each of"
+    assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
+
+
 def test_a_restore_that_fails_on_one_process_is_raised_by_all(tmp_path):
     code, output = differ(tmp_path, "restore")
     assert code == 1, output

@@ -593,3 +593,20 @@ def test_fit_begins_with_given_weights_but_a_checkpoint_comes_first(tmp_path, ca
     state = sw.fit(frozen, layout, data, steps=2, checkpoints=place, model=Small(7))
     np.testing.assert_array_equal(state.model["up.kernel"], Small(0).up.kernel[...])
     assert f"resumed after step 1 of {tmp_path}, not from the model" in capsys.readouterr().err
+
+
+def test_given_weights_may_be_nested_and_help_speaks_of_them():
+    make = lambda: nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))  # noqa: E731
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: model(x).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+    ones = {"kernel": np.ones((16, 16), "float32"), "bias": np.ones(16, "float32")}
+    state = sw.train_state(recipe, layout, model={"layers": {0: ones}})
+    assert float(state.model["layers.0.kernel"][0, 0]) == 1
+    del ones["bias"]
+    with pytest.raises(sw.LayoutError, match=r"give every array of the recipe's model; \{\*\*sw"):
+        sw.train_state(recipe, layout, model={"layers": {0: ones}})

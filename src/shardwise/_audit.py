@@ -43,7 +43,11 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
     return sift(_findings(layout, dict(keyed_leaves(state))), allow)
 
 
-def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
+def structure_findings(
+    layout: Layout,
+    live: dict[tuple, Any],
+    help: str = "make the layout again from this model",
+) -> Iterator[Finding]:
     """Yields leaves that are missing, unplanned, or of another shape or dtype."""
     planned = {leaf.keys: leaf for leaf in layout.leaves}
     for keys, leaf in planned.items():
@@ -52,7 +56,7 @@ def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Findi
                 "SW202",
                 leaf.path,
                 f"the layout has this leaf of {show_bytes(leaf.bytes)}, the model has not",
-                "make the layout again from this model",
+                help,
             )
         elif not _alike(leaf, live[keys]):
             array = live[keys]
@@ -61,7 +65,7 @@ def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Findi
                 leaf.path,
                 f"the layout has {leaf.dtype}{list(leaf.shape)}, the model has "
                 f"{shape_of(array).dtype}{list(shape_of(array).shape)}",
-                "make the layout again from this model",
+                help,
             )
     for keys in live:
         if keys not in planned:
@@ -69,7 +73,7 @@ def structure_findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Findi
                 "SW203",
                 show_path(keys),
                 f"the model has this leaf of {show_bytes(_bytes(live[keys]))}, the layout has not",
-                "make the layout again from this model",
+                help,
             )
 
 

@@ -252,7 +252,10 @@ class Checkpoints:
         """
         step = self._pick(step)
         try:
-            return read_about(self.directory / str(step))
+            about = read_about(self.directory / str(step))
+            if about["step"] != step:
+                raise ValueError(f"it is step {about['step']}, in a directory of another's name")
+            return about
         except UnknownFormat as error:
             raise CheckpointError(f"step {step} in {self.directory} {error}") from None
         except ValueError as error:
@@ -323,6 +326,12 @@ class Checkpoints:
         # Exchanged whatever happened here: the others wait for it.
         if jax.process_count() > 1:
             told = _from_first_process(told) or told
+            mark = _from_first_process(self._lock.mark)
+            if not told and mark and not self._lock.sees(mark):
+                told = (
+                    f"{could_not}: process {jax.process_index()} does not find there what process 0 "
+                    f"has written: the directory must be on storage that all processes share"
+                )
         if told:
             self._lock.release()
             raise CheckpointError(told)
@@ -420,6 +429,7 @@ def _reason(error: BaseException) -> str:
         "DATA_LOSS": "a file of it is damaged",
         "OUT_OF_RANGE": "a file of it was cut short",
         "NOT_FOUND": "a file of it is missing",
+        "Encountered error while reading": "a file of it is damaged",
     }
     for sign, words in known.items():
         if sign in text:

@@ -157,9 +157,12 @@ class _Span:
         features = [d for d in dims if d in self.sizes and d not in (self.rows, self.columns)]
         if not features:
             return False  # scores of a few sequences, say: their heads may look like rows
-        tokens = self.rows * self.columns
-        flat = tokens in dims and tokens not in self.sizes
-        return flat or (self.rows, self.columns) in zip(dims, dims[1:], strict=False)
+        # One column fewer where the loss predicts the next token.
+        return any(
+            (self.rows, columns) in zip(dims, dims[1:], strict=False)
+            or (self.rows * columns in dims and self.rows * columns not in self.sizes)
+            for columns in (self.columns, self.columns - 1)
+        )
 
 
 def _batch_spans(facts: Facts) -> Iterator[_Span]:

@@ -163,6 +163,7 @@ def fit(
             also = ", not from the model that was given" if given is not None else ""
             watch.say(f"resumed after step {first} of {saver.place}{also}")
         if first >= steps:
+            watch.say(f"nothing to do: the run has {first} steps already, of {steps}")
             return state
         try:
             with together("opening the data"):

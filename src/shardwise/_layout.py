@@ -195,7 +195,7 @@ class Layout:
         """Returns what a strategy was to split and did not, and why, in a clause."""
         told = []
         for why in get_args(Left):
-            left = [leaf for leaf in self.leaves if leaf.left == why]
+            left = [leaf for leaf in self.leaves if leaf.left == why and leaf.is_whole]
             if why and left:
                 size = show_bytes(sum(leaf.held_bytes for leaf in left))
                 told.append(f"{count(len(left), f'{why} leaf', f'{why} leaves')} ({size})")

@@ -63,6 +63,7 @@ def mesh(
         )
     devices, have = _devices(on)
     sizes = _fit(sizes, len(devices), have, devices)
+    _require_each_process(devices)
     shape, names = tuple(sizes.values()), tuple(sizes)
     try:
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
@@ -179,6 +180,16 @@ def _cpu_devices(count: int) -> list[Any]:
             f"{option('on', 'none')} plans for any number of them"
         )
     settings: Any = jax.config
+    if jax.distributed.is_initialized():
+        # Each process has made its own already; the number is that of all of them together.
+        devices = jax.devices("cpu")
+        if len(devices) < count:
+            raise ValueError(
+                f"{option('on', f'cpu:{count}')} needs {count} CPU devices, but the "
+                f"{jax.process_count()} processes of this run have {len(devices)} together: start "
+                f"them with more (shardwise launch --devices N makes N for each)"
+            )
+        return devices[:count]
     # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
     if settings.jax_num_cpu_devices < count:
         try:
@@ -200,6 +211,17 @@ def _cpu_devices(count: int) -> list[Any]:
             f"jnp.ones(2) or jax.devices()"
         )
     return devices[:count]
+
+
+def _require_each_process(devices: Sequence[Any]) -> None:
+    """Refuses a mesh without devices of one of the processes: it could not take part in a step."""
+    missing = set(range(jax.process_count())) - {device.process_index for device in devices}
+    if missing:
+        raise ValueError(
+            f"the mesh has {len(devices)} of the {jax.device_count()} devices, none of them of process "
+            f"{min(missing)}: each of the {jax.process_count()} processes needs one, so use all "
+            f"devices, or start fewer processes"
+        )
 
 
 def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -> dict[str, int]:

@@ -172,13 +172,14 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
     at_once: Any = max(_AT_ONCE_BYTES, 2 * largest) / 1e9  # a number of GB, whole or not
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=at_once)
     args = ocp.args.PyTreeRestore(abstract, restore_args=jax.tree.map(one, abstract))
+    # Before the first read: those beside one that fails may end before it is known here.
+    _ignore_stragglers()
     with _quiet():
         try:
             with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
                 return checkpointer.restore(directory, args=args)
         except Exception as error:
             told = str(error).partition(" [tensorstore_spec")[0]
-        _ignore_stragglers()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             gc.collect()

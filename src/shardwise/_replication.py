@@ -154,7 +154,8 @@ def _padding(leaf: Leaf, ways: int) -> str:
     step = math.lcm(ways, _ROUND) if size >= 8 * math.lcm(ways, _ROUND) else ways
     wanted = -(-size // step) * step
     if wanted <= 1.25 * size:
-        return f"pad dim {dim} from {size} to {wanted}, or use an axis whose size divides a dim"
+        of = f", a multiple of {step}" if step != ways else ""
+        return f"pad dim {dim} from {size} to {wanted}{of}, or use an axis whose size divides a dim"
     by, dim = max((math.gcd(leaf.shape[d], ways), d) for d in free)
     if by == 1:
         return "use an axis whose size divides a dim"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,12 +67,8 @@ def given_arrays(model: Any, plan: Blueprint) -> dict[str, Any]:
     if isinstance(model, nnx.Module):
         model = nnx.split(model)[1]
     planned = {leaf.path: leaf.keys for leaf in plan.layout.leaves}
-    if (
-        isinstance(model, Mapping)
-        and all(isinstance(key, str) for key in model)
-        and not isinstance(model, nnx.State)
-    ):
-        live = {planned.get(path, tuple(path.split("."))): x for path, x in model.items()}
+    if isinstance(model, Mapping) and not isinstance(model, nnx.State):
+        live = {planned.get(path, tuple(path.split("."))): x for path, x in _by_path(model)}
     elif isinstance(model, nnx.State):
         live = dict(keyed_leaves(model))
     else:
@@ -86,8 +82,25 @@ def given_arrays(model: Any, plan: Blueprint) -> dict[str, Any]:
                 f"{show_path(keys)} of the given model is a {type(x).__name__}, which has no "
                 f"values to begin with: give arrays"
             )
-    Findings(tuple(structure_findings(plan.layout, live))).raise_if_errors()
+    found = structure_findings(
+        plan.layout,
+        live,
+        "give every array of the recipe's model; {**sw.train_state(recipe, layout).model, **weights} "
+        "takes those that the weights lack from an initialised one",
+    )
+    Findings(tuple(found)).raise_if_errors()
     return {path: live[keys] for path, keys in planned.items()}
+
+
+def _by_path(arrays: Mapping[Any, Any], keys: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays of a dict, flat or nested, by dotted path."""
+    for key, value in arrays.items():
+        if isinstance(value, Mapping):
+            yield from _by_path(value, (*keys, key))
+        elif keys or not isinstance(key, str):
+            yield show_path((*keys, key)), value
+        else:
+            yield key, value  # a path already
 
 
 def begin(plan: Blueprint, given: Mapping[str, Any] | None = None) -> TrainState:

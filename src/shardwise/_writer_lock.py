@@ -19,6 +19,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
+_SHARED_SECONDS = 10
 
 
 class Taken(Exception):
@@ -41,6 +42,24 @@ class WriterLock:
         self.directory, self.is_idle = directory, is_idle
         self.real = False
         self._file: int | None = None
+
+    @property
+    def mark(self) -> str:
+        """What the lock's file says of its holder; nothing where this process has no such file."""
+        if self._file is None:
+            return ""
+        return os.pread(self._file, 4096, 0).decode(errors="replace")
+
+    def sees(self, mark: str) -> bool:
+        """Returns whether the lock that another process has taken is found in this directory."""
+        until = time.monotonic() + _SHARED_SECONDS  # a network file system may be a little late
+        while True:
+            with contextlib.suppress(OSError):
+                if (self.directory / LOCK).read_text(errors="replace") == mark:
+                    return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.1)
 
     @property
     def held(self) -> bool:

@@ -2,7 +2,8 @@
 
 Prints how each ended, and ends by the last one's error, or with `exit` by status 4. The modes are
 another learning rate, seed, loss, data, directory or number of steps, a restore or a read that
-fails, and a copy of a weight that changes on one device.
+fails, a copy of a weight that changes on one device, a directory that is not shared, and a mesh of
+too few devices.
 """
 
 import sys
@@ -72,12 +73,14 @@ def run(mode, directory):
         optimizer=optax.adam(2e-2 if odd and mode == "rate" else 1e-2),
         batch=jax.ShapeDtypeStruct((32, 16), "float32"),
     )
-    layout = sw.layout(make, sw.mesh("data=4"), "dp")
+    if mode == "mesh":
+        sw.mesh("data=2", on="cpu:2")
+    layout = sw.layout(make, sw.mesh("data=4", on="cpu:4"), "dp")
     steps = 3 if odd and mode == "arguments" else 4
     if mode in ("directory", "restore", "corrupt"):
         first = sw.Checkpoints(directory)
         sw.fit(recipe, layout, sw.data(Rows(mode)), steps=2, show=False, checkpoints=first)
-    if odd and mode == "directory":
+    if odd and mode in ("directory", "unshared"):
         directory += "-of-its-own"
     kind = {"corrupt": Corrupting, "restore": Away}.get(mode, sw.Checkpoints)
     sw.fit(
