@@ -389,3 +389,15 @@ mesh data=2,model=4 -> data=4
     assert [f.code for f in sw.check(old.on(sw.mesh("model=3", on="none")))] == ["SW104"]
     with pytest.raises(ValueError, match="^diff compares two layouts, or two compilations, got a "):
         sw.diff(old, real.mesh)
+
+
+def test_a_layout_with_tuples_for_keys_is_read_back(tmp_path):
+    # `nnx.WeightNorm` keeps its scales in a dict by tuples, which JSON does not have.
+    make = lambda: nnx.WeightNorm(  # noqa: E731
+        nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "fsdp")
+    layout.save(tmp_path / "layout.json")
+    read = sw.load_layout(tmp_path / "layout.json", layout.mesh)
+    assert not sw.diff(read, layout)
+    assert not sw.audit(read, sw.init(make, read))

@@ -497,3 +497,20 @@ def test_a_remat_pattern_that_matches_nothing_is_refused():
     with pytest.raises(ValueError, match=re.escape(words)):
         step(state, BATCHES[0])
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_a_trained_variable_without_a_gradient_is_named():
+    class Masked(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.mask = nnx.Param(jnp.ones((8,), bool))
+
+    recipe = sw.Recipe(
+        model=Masked,
+        loss=lambda model, x: (model.linear(x) * model.mask[...]).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+    )
+    layout = sw.layout(Masked, sw.mesh("data=8", on="cpu:8"), "dp")
+    with pytest.raises(ValueError, match="mask is bool, which has no gradient, but wrt="):
+        sw.train_step(recipe, layout)

@@ -30,7 +30,7 @@ _NO_PRODUCTS = re.compile(
     r"lu_pivots_to_permutation|xla_python_cpu_callback|xla_ffi_python_cpu_callback|"
     r"xla_python_gpu_callback|xla_ffi_python_gpu_callback|BarrierStart|BarrierWait|"
     r"__\$\w*[Ss]ort|Sort|GlobalBarrier|InspectSharding|shape_assertion|ResizeNearest|"
-    r"LastUseAnnotation|NopReturnToken|nop$|Reinterpret|ConcatBitcast|GatherScatterIndices"
+    r"AsyncCollective(?:Start|Done)|LastUseAnnotation|NopReturnToken|nop$|Reinterpret|ConcatBitcast|GatherScatterIndices"
 )
 _ANYBODYS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "triton_kernel_call")
 # They multiply, by ways that differ from one library to the next.

@@ -111,7 +111,7 @@ def _row(leaf: Leaf) -> dict[str, Any]:
 
 
 def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
-    keys = tuple(row["keys"]) if "keys" in row else _keys(row["path"])
+    keys = _hashable(row["keys"]) if "keys" in row else _keys(row["path"])
     if show_path(keys) != row["path"]:
         raise ValueError(f"path {row['path']!r} and keys {keys!r} disagree")
     spec = parse_spec(row["spec"])
@@ -133,6 +133,11 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         gathered=frozenset(row.get("gathered", ())),
         stacked=tuple(row.get("stacked", ())),
     )
+
+
+def _hashable(keys: Any) -> Any:
+    """Returns keys as they were before JSON made lists of tuples, as `nnx.WeightNorm` has them."""
+    return tuple(map(_hashable, keys)) if isinstance(keys, list) else keys
 
 
 def _left(why: Any) -> Left:

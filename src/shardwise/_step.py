@@ -28,6 +28,7 @@ from ._remat import remat_modules
 from ._scopes import scope_modules
 from ._spec import make_spec, padded
 from ._state import Arrays, TrainState
+from ._values import show_value
 
 # Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
 # before and after them no longer fuses: benchmarks/h200 measures it.
@@ -328,6 +329,13 @@ def blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
             f"wrt={recipe.wrt!r} selects no variable of the model, so nothing would be trained: "
             f"its variables are of kind {kinds}"
         )
+    for leaf in own.leaves:
+        if leaf.path in trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"{leaf.path} is {leaf.dtype}, which has no gradient, but wrt={show_value(recipe.wrt)} "
+                f"trains it: make it an nnx.Variable of another type, or give a wrt= without it, such "
+                f"as nnx.All(nnx.Param, lambda path, x: jnp.issubdtype(x.dtype, jnp.floating))"
+            )
     optimizer = own.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
     structure = jax.tree.structure(parameters)
     return Blueprint(recipe, own, optimizer, abstract.graphdef, trained, structure)
