@@ -530,12 +530,12 @@ PADDED = {
     "a vocabulary": (
         (50257, 250), "data=8", "fsdp",
         "47.9 MiB replicated on all 8 devices: 100.0% of the model's 47.9 MiB, and 335.5 MiB of copies; no free dim divides 8 ways over axis 'data'",
-        "pad dim 0 from 50257 to 50304, or use an axis whose size divides a dim",
+        "pad dim 0 from 50257 to 50304, a multiple of 128, or use an axis whose size divides a dim",
     ),
     "split by one axis already": (
         (50257, 1024), "data=32,model=4", [{"**": P(None, "model")}, sw.fsdp("data")],
         "49.1 MiB on each of 128 devices, every shard on 32 of them: 100.0% of the model's 196.3 MiB, and 5.9 GiB of copies; no free dim divides 32 ways over axis 'data'",
-        "pad dim 0 from 50257 to 50304, or use an axis whose size divides a dim",
+        "pad dim 0 from 50257 to 50304, a multiple of 128, or use an axis whose size divides a dim",
     ),
     "small dims": (
         (700, 700), "data=64", "fsdp",

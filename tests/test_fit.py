@@ -116,7 +116,10 @@ def test_a_run_that_is_done_does_nothing(tmp_path, capsys):
     capsys.readouterr()
     again = fit_small(checkpoints=checkpoints, show=True)
     assert bits(again) == bits(done)
-    assert capsys.readouterr().err == f"resumed after step 4 of {tmp_path / 'run'}\n"
+    assert capsys.readouterr().err == (
+        f"resumed after step 4 of {tmp_path / 'run'}\n"
+        "nothing to do: the run has 4 steps already, of 4\n"
+    )
     assert checkpoints.steps() == [4]
 
 

@@ -330,5 +330,5 @@ def _nearest(axis: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int])
     if fits:
         return f"did you mean {fits[0]!r}? {has}"
     if close:
-        return f"did you mean {close[0]!r}, which does not suit shape {tuple(shape)} here? {has}"
+        return f"the nearest is {close[0]!r}, which does not suit shape {tuple(shape)} here; {has}"
     return None
