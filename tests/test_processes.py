@@ -217,10 +217,9 @@ def test_a_directory_that_processes_do_not_share_is_refused_before_training(tmp_
     code, output = differ(tmp_path, "unshared")
     assert code == 1, output
     words = r"process 1 does not find there what process 0 has written: the directory must be on"
-    assert re.search(rf"\[1\] unshared: CheckpointError: checkpoints cannot .*: {words}", output)
-    assert re.search(rf"\[0\] unshared: LostProcess: {NAMED} failed while preparing", output), (
-        output
-    )
+    for index in range(2):
+        line = rf"\[{index}\] unshared: CheckpointError: checkpoints cannot .*: {words}"
+        assert re.search(line, output), output
 
 
 def test_a_mesh_has_devices_of_every_process(tmp_path):

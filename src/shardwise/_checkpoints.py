@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _digest_v1
+from ._agree import exchange
 from ._digest import ALGORITHM, digests
 from ._findings import Allow
 from ._layout import Layout
@@ -127,8 +128,7 @@ class Checkpoints:
         try:
             self._begin(step, state, could_not, position=position, layout=layout, finite=finite)
         except BaseException:
-            if self._writer is None:
-                self._lock.release()
+            self.release()
             raise
         self._saving = step
 
@@ -323,15 +323,15 @@ class Checkpoints:
             told = f"{could_not}: {_reason(error)}"
             if isinstance(error, Taken):
                 told = f"checkpoints cannot be saved to {self.directory}: {error}"
-        # Exchanged whatever happened here: the others wait for it.
-        if jax.process_count() > 1:
-            told = _from_first_process(told) or told
-            mark = _from_first_process(self._lock.mark)
-            if not told and mark and not self._lock.sees(mark):
+        told = _first(exchange("locking the directory of checkpoints", told))
+        if not told:
+            mark = exchange("marking the directory of checkpoints", self._lock.mark)[0]
+            if mark and not self._lock.sees(mark):
                 told = (
                     f"{could_not}: process {jax.process_index()} does not find there what process 0 "
                     f"has written: the directory must be on storage that all processes share"
                 )
+            told = _first(exchange("finding the directory of checkpoints", told))
         if told:
             self._lock.release()
             raise CheckpointError(told)
@@ -495,15 +495,9 @@ def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
     return [name for name in found if found[name] != rows[name]["digest"]]
 
 
-def _from_first_process(text: str) -> str:
-    """Returns the first process's text on every process."""
-    from jax.experimental import multihost_utils
-
-    room = np.zeros(1024, np.uint8)
-    data = np.frombuffer(text.encode()[: room.size], np.uint8)
-    room[: data.size] = data
-    got = np.asarray(multihost_utils.broadcast_one_to_all(room))
-    return got.tobytes().rstrip(b"\0").decode(errors="ignore")
+def _first(texts: list[str]) -> str:
+    """Returns the first that is not empty: what one process says, all of them raise."""
+    return next(filter(None, texts), "")
 
 
 def _bytes(x: Any) -> int:

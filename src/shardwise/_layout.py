@@ -29,6 +29,7 @@ from ._values import show_value
 from ._words import count, either
 
 if TYPE_CHECKING:
+    from ._dataflow import Flow
     from ._report import Report
 
 
@@ -270,8 +271,12 @@ def layout(
         if inputs is None:
             raise ValueError(f"method={show_value(method)} needs inputs=: what it is called with")
     flow = functools.cache(lambda: trace_flow(abstract, mesh, inputs, method, recipe))
-    is_known = lambda: inputs is not None or flow.cache_info().currsize  # noqa: E731
-    scene = Scene(abstract, sizes, flow, lambda: flow() if is_known() else None)
+
+    def traced_anyway() -> Flow | None:
+        # A strategy that can do without is no reason to trace a recipe's loss.
+        return flow() if inputs is not None or flow.cache_info().currsize else None
+
+    scene = Scene(abstract, sizes, flow, traced_anyway)
     named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
     for source, rule in named:
         pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule

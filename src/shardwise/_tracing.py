@@ -81,9 +81,13 @@ def trace_flow(
     else:
         assert recipe is not None
         what = blame = "the recipe's loss"
-        seed = () if recipe.rngs is None else (nnx.Rngs(recipe.rngs),)
-        function = recipe.loss
-        args, kwargs, parts = (recipe.batch, *seed), {}, {"batch": recipe.batch}
+        seed, loss = recipe.rngs, recipe.loss
+
+        def function(model: Any, batch: Any) -> Any:
+            # Its random keys are made within the trace: a plan starts no backend.
+            return loss(model, batch, *([] if seed is None else [nnx.Rngs(seed)]))
+
+        args, kwargs, parts = (recipe.batch,), {}, {"batch": recipe.batch}
     flat, treedef = jax.tree.flatten((args, kwargs))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in flat]
     arrays = [shape_of(x) for x, yes in zip(flat, is_array, strict=True) if yes]
