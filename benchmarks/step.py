@@ -97,7 +97,7 @@ def measure(name, repeats):
     layout = sw.layout(make, mesh, rules, inputs=abstract)
     recipe = sw.Recipe(model=make, loss=loss, optimizer=tx, batch=abstract)
     step = sw.train_step(recipe, layout)
-    sharding = step.plan.batch.sharding
+    sharding = step.blueprint.batch.sharding
     if abstract.dtype == jnp.int32:
         host = np.random.default_rng(0).integers(1024, size=abstract.shape).astype("int32")
     else:
@@ -107,7 +107,7 @@ def measure(name, repeats):
     guide, guide_state = flax_guide(make, loss, tx, layout, donate=False)
     donating, donating_state = flax_guide(make, loss, tx, layout, donate=True)
     state = sw.train_state(recipe, layout)
-    ours = _peak(step.jitted.lower(step.plan.abstract, step.plan.batch))
+    ours = _peak(step.jitted.lower(step.blueprint.abstract, step.blueprint.batch))
     theirs = _peak(hand_jitted.lower(*hand_state, batch))
 
     def shardwise(state, batch):

@@ -26,13 +26,13 @@ from test_compile import (
 
 import shardwise as sw
 from shardwise import _chips, _compilers
-from shardwise._buffers import largest_buffers
-from shardwise._chips import CHIPS, parse_target
-from shardwise._compile_worker import known_fields
-from shardwise._compiler import absent_mesh, compile_absent
-from shardwise._flops import work_of
-from shardwise._gpu_target import target_config
-from shardwise._hlo import parse_hlo
+from shardwise._chips.chips import CHIPS, parse_target
+from shardwise._compile.hlo.buffers import largest_buffers
+from shardwise._compile.hlo.flops import work_of
+from shardwise._compile.hlo.program import parse_hlo
+from shardwise._compile.toolchain.gpu import target_config
+from shardwise._compile.toolchain.run import absent_mesh, compile_absent
+from shardwise._compile.toolchain.worker import known_fields
 
 # --- collectives by hand, by the real compilers ---------------------------------------------------
 

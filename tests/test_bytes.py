@@ -8,9 +8,9 @@ from jax._src.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._bytes import array_bytes
-from shardwise._chips import parse_target
-from shardwise._compiler import compile_absent
+from shardwise._chips.chips import parse_target
+from shardwise._compile.toolchain.run import compile_absent
+from shardwise._nnx.leaf import array_bytes
 
 DTYPES = ["int4", "uint4", "float4_e2m1fn", "int2", "uint2", "int8", "float8_e4m3fn", "bool"]
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._step import blueprint
+from shardwise._step.blueprint import make_blueprint
 
 BATCH = jax.ShapeDtypeStruct((16, 8), "float32")
 SAMPLES = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
@@ -95,7 +95,7 @@ def bits(state):
 
 def assert_lies(state, recipe, layout):
     """Asserts that every array lies as planned: nothing is whole where it was to be split."""
-    planned = jax.tree.leaves(blueprint(recipe, layout).abstract)
+    planned = jax.tree.leaves(make_blueprint(recipe, layout).abstract)
     for x, want in zip(jax.tree.leaves(state), planned, strict=True):
         assert x.sharding == want.sharding
         shard = want.sharding.shard_shape(want.shape)
@@ -359,7 +359,7 @@ def test_mismatches_are_all_named_before_anything_is_read(saved, tmp_path, code)
     assert caught.value.findings.items == found.errors
     if paths is None:
         about = checkpoints.about()["arrays"]
-        planned = jax.tree.leaves(blueprint(recipe, layout).abstract)
+        planned = jax.tree.leaves(make_blueprint(recipe, layout).abstract)
         differ = sum(
             (list(x.shape), str(x.dtype)) != (row["shape"], row["dtype"])
             for x, row in zip(planned, about.values(), strict=True)

@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._rules_file import read_rules
-from shardwise._table import show_bytes
+from shardwise._base.tables import show_bytes
+from shardwise._cli.rules_file import read_rules
 from shardwise.examples import decoder
 
 MESH = ("--mesh", "data=2,model=4")

@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._findings import CODES
-from shardwise._source import short_path
+from shardwise._base import show_line
+from shardwise._check.findings import CODES
 
 PAGES = Path(__file__).parent.parent / "docs" / "codes"
 SECTIONS = ["What it finds", "Why it is bad", "Example", "Instead"]
@@ -150,7 +150,7 @@ def kept(layer, x):
 def line(function, number):
     """Returns the place of a function's line, as findings name it from any folder."""
     code = function.__code__
-    return f"{short_path(code.co_filename)}:{code.co_firstlineno + number}"
+    return show_line(code.co_filename, code.co_firstlineno + number)
 
 
 def lonely(x):

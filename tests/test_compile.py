@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._compile_findings import _INVOLUNTARY
-from shardwise._step import blueprint
+from shardwise._compile.findings import _INVOLUNTARY
+from shardwise._step.blueprint import make_blueprint
 
 WIDTH, HIDDEN = 64, 128
 
@@ -176,7 +176,7 @@ def test_it_is_the_program_that_runs():
     """The very program of train_step, by its text."""
     given, planned = recipe(), layout_of("data=8", FSDP)
     step = sw.train_step(given, planned)
-    plan = blueprint(given, planned)
+    plan = make_blueprint(given, planned)
     running = step.jitted.lower(plan.abstract, plan.batch).compile()
     planned_text = sw.compile(given, planned).hlo
 

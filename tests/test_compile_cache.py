@@ -15,7 +15,7 @@ import pytest
 from jax._src.interpreters import mlir
 
 from shardwise import _compile_cache, _compiler
-from shardwise._compile_cache import cache_folder, read_entry, write_entry
+from shardwise._compile.toolchain.cache import cache_folder, read_entry, write_entry
 
 KEY = "0123456789abcdef" * 2
 FIELDS = {"hlo": "HloModule x" * 100, "stats": {"a": 1}}
@@ -142,7 +142,7 @@ for i in range(100):
 
 
 def test_two_processes_keep_the_same_entry_at_once(tmp_path):
-    path = importlib.util.find_spec("shardwise._compile_cache").origin
+    path = importlib.util.find_spec("shardwise._compile.toolchain.cache").origin
     started = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, path, str(tmp_path), KEY, by],

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import shardwise as sw
-from shardwise._chips import CHIPS
+from shardwise._chips.chips import CHIPS
 from shardwise.models import CONFIGS
 
 FILES = {

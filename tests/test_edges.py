@@ -240,7 +240,7 @@ def test_a_lockfile_with_a_leaf_twice_is_damaged(tmp_path):
 
 
 def test_a_target_that_exits_is_not_clean(tmp_path, monkeypatch, capsys):
-    from shardwise._cli import main
+    from shardwise._cli.app import main
 
     (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise import models
-from shardwise._step import blueprint
+from shardwise._step.blueprint import make_blueprint
 from shardwise.models._experts import Experts
 from shardwise.models._layers import gated
 
@@ -88,7 +88,7 @@ def stepped(name, where):
         batch_spec=spec,
     )
     mesh = sw.mesh(axes, on="cpu:1" if where == "one" else "cpu:8")
-    plan = blueprint(recipe, sw.layout(recipe.model, mesh, rules, logical=logical))
+    plan = make_blueprint(recipe, sw.layout(recipe.model, mesh, rules, logical=logical))
     draw = np.random.default_rng(0)
     weights = jax.tree.map(lambda x: draw.normal(0, 0.2, x.shape).astype(x.dtype), plan.abstract)
     state = jax.device_put(weights, plan.shardings)

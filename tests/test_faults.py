@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 import shardwise as sw
-from shardwise._step_files import sealed
+from shardwise._checkpoint.step_files import sealed
 
 HERE = Path(__file__).parent / "processes"
 KILLS = 25  # by each of two

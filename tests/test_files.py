@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise._files import write_whole
+from shardwise._base.files import write_whole
 
 FILES = {
     "model.py": "from shardwise.examples.decoder import make\n",

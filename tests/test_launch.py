@@ -16,9 +16,14 @@ import pytest
 import yaml
 from jax._src import clusters
 
-from shardwise._distributed import distributed
-from shardwise._launch import launch
-from shardwise._peers import MARGIN_SECONDS, Processes, lost_processes, naming_lost_process
+from shardwise._processes.joining import distributed
+from shardwise._processes.launcher import launch
+from shardwise._processes.peers import (
+    MARGIN_SECONDS,
+    Processes,
+    lost_processes,
+    naming_lost_process,
+)
 
 HERE = Path(__file__).parent / "processes"
 TALK = [sys.executable, str(HERE / "talk.py")]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import shardwise as sw
-from shardwise._chips import parse_target, tpu_slices
+from shardwise._chips.chips import parse_target, tpu_slices
 
 
 @pytest.mark.parametrize(

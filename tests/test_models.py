@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise import models
-from shardwise._activations import activation_rules, named_activations
-from shardwise._state import TrainState
-from shardwise._step import blueprint
+from shardwise._step.activations import activation_rules, named_activations
+from shardwise._step.blueprint import make_blueprint
+from shardwise._step.state import TrainState
 from shardwise.models import _kernels, _names, _splash
 
 BATCH, LENGTH = 64, 40
@@ -128,7 +128,7 @@ def test_configs_that_make_no_decoder_are_refused(case):
 def test_examples_run(module):
     found = doctest.testmod(importlib.import_module(f"shardwise.models.{module}"))
     assert found.failed == 0 and found.attempted
-    found = doctest.testmod(importlib.import_module("shardwise._activations"))
+    found = doctest.testmod(importlib.import_module("shardwise._step.activations"))
     assert found.failed == 0 and found.attempted
 
 
@@ -323,7 +323,7 @@ def test_activation_rules(case):
 def test_rules_of_the_batch_and_of_the_caller():
     layout = sw.layout(make(SMALL), sw.mesh("data=2,seq=4", on="none"), "dp")
     recipe = recipe_of(SMALL, batch_spec=P("data", "seq"))
-    batch = blueprint(recipe, layout).batch
+    batch = make_blueprint(recipe, layout).batch
     assert dict(activation_rules(layout, batch)) == {"batch": ("data",), "length": ("seq",)}
     with spmd.logical_axis_rules((("mine", "seq"), ("embed", "data"), ("batch", "seq"))):
         with named_activations(layout, batch):
@@ -385,7 +385,7 @@ for case, scan in (("fsdp", False), ("fsdp+tensor", True)):
     config = dataclasses.replace(t.SMALL, scan=scan, layers=2 if scan else 1)
     axes, rules = t.STRATEGIES[case]
     layout = sw.layout(t.make(config), sw.mesh(axes, on="cpu:8"), rules, inputs=t.INPUTS)
-    plan = t.blueprint(t.recipe_of(config), layout)
+    plan = t.make_blueprint(t.recipe_of(config), layout)
     text = jax.jit(plan.step, donate_argnums=0).lower(plan.abstract, plan.batch).compile().as_text()
     print(case, scan, sorted(set(re.findall(r"(?:f32|bf16)\\[64,40[^\\]]*\\]", text))))
     assert re.search(r"(?:f32|bf16)\\[(?:8|32),40", text)
@@ -411,7 +411,7 @@ def test_a_step_on_a_mesh_is_that_of_one_device():
     for axes, rules, logical in (("data=1", "dp", None), ("data=2,model=4", None, LOGICAL)):
         recipe = recipe_of(config, compute_dtype=None, optimizer=optax.sgd(0.5))
         mesh = sw.mesh(axes, on="cpu:1" if axes == "data=1" else "cpu:8")
-        plan = blueprint(recipe, sw.layout(make(config), mesh, rules, logical=logical))
+        plan = make_blueprint(recipe, sw.layout(make(config), mesh, rules, logical=logical))
         leaves = zip(jax.tree.leaves(weights), jax.tree.leaves(plan.abstract.model), strict=True)
         model = [jax.device_put(x, planned.sharding) for x, planned in leaves]
         zero = jnp.zeros((), "int32", device=plan.abstract.step.sharding)
@@ -474,7 +474,7 @@ def lowered_for(platform, kind, config):
     recipe = dataclasses.replace(
         recipe_of(config), batch=jax.ShapeDtypeStruct((4, 256), "int32"), batch_spec=P("data")
     )
-    plan = blueprint(recipe, layout)
+    plan = make_blueprint(recipe, layout)
     step = jax.jit(plan.step).trace(plan.abstract, plan.batch)
     target = {"gpu": "cuda"}.get(platform, platform)
     return step.lower(lowering_platforms=(target,)).as_text()

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._spec import faults, parse_spec
+from shardwise._mesh.spec import faults, parse_spec
 
 AXES = ("data", "model", "x", "fsdp")
 UNKNOWN = ("modle", "seq")

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 import shardwise as sw
-from shardwise._quick import quick_tracing
+from shardwise._jax.quick import quick_tracing
 
 
 class Many(nnx.Module):

@@ -236,7 +236,7 @@ def test_remat_computes_again_and_the_same(case):
     given, products = REMATS[case]
     losses, _, _, step = run(2, model=lambda: Outer(nnx.Rngs(0)), remat=given)
     near(losses, plain()[:2])
-    jaxpr = str(jax.make_jaxpr(step.plan.step)(step.plan.abstract, step.plan.batch))
+    jaxpr = str(jax.make_jaxpr(step.blueprint.step)(step.blueprint.abstract, step.blueprint.batch))
     assert jaxpr.count("dot_general[") == products
 
 
@@ -347,7 +347,7 @@ SPECS = {
 def test_batch_spec(case):
     given, want = SPECS[case]
     losses, _, _, step = run(2, batch_spec=given)
-    assert step.plan.batch["x"].sharding.spec == want
+    assert step.blueprint.batch["x"].sharding.spec == want
     near(losses, plain()[:2])
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._spec import show_spec
+from shardwise._mesh.spec import show_spec
 
 # Kept after the run, to be looked at.
 PICTURES = Path(__file__).parent.parent / ".screenshots"

@@ -20,13 +20,13 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise import _cli, _cli_complete, _terminal
-from shardwise._cli_bars import bar
-from shardwise._cli_tree import tree_text
-from shardwise._compiled import Part
-from shardwise._findings import CODES
-from shardwise._recipe import remat_policy
-from shardwise._strategies import flatten_rules
-from shardwise._table import show_bytes, show_count, show_flops, show_seconds
+from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
+from shardwise._check.findings import CODES
+from shardwise._cli.bars import bar
+from shardwise._cli.tree import tree_text
+from shardwise._compile.compiled import Part
+from shardwise._layout.strategies import flatten_rules
+from shardwise._nnx.recipe import remat_policy
 from shardwise.examples import decoder
 from shardwise.models import CONFIGS
 
@@ -237,7 +237,7 @@ def test_a_tree_folds_only_what_is_alike_and_counts_every_byte():
 
 LIGHT = """
 import time
-from shardwise._terminal import tell, working
+from shardwise._base.terminal import tell, working
 with working("waiting for nothing"):
     time.sleep(0.4)
 tell("fits: ×80 … (exact)")
@@ -315,7 +315,7 @@ def test_a_command_on_a_terminal_says_what_takes_long_and_cleans_up(run):
 
 def test_a_narrow_terminal_cuts_nothing_off():
     code = (
-        "from shardwise._terminal import tell; from shardwise._cli_bars import bar; from shardwise._compiled import Part\n"
+        "from shardwise._base.terminal import tell; from shardwise._cli.bars import bar; from shardwise._compile.compiled import Part\n"
         "tell(bar([Part('parameters', 2**33, 'exact')], 2**34)); tell('x' * 300)"
     )
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))
@@ -396,9 +396,9 @@ def test_what_is_completed_is_known():
 
 LAZY = {
     "import": "import shardwise",
-    "help": "import shardwise._cli as c; sys.argv = ['shardwise', '--help']; c.main()",
-    "help of a command": "import shardwise._cli as c; sys.argv = ['shardwise', 'plan', '--help']; c.main()",
-    "completion": "import shardwise._cli_complete as c; assert c.complete_target('llama3-8b')",
+    "help": "import shardwise._cli.app as c; sys.argv = ['shardwise', '--help']; c.main()",
+    "help of a command": "import shardwise._cli.app as c; sys.argv = ['shardwise', 'plan', '--help']; c.main()",
+    "completion": "import shardwise._cli.complete as c; assert c.complete_target('llama3-8b')",
 }
 
 

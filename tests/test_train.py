@@ -304,14 +304,14 @@ def test_the_state_lies_as_planned_and_compiles_once(name, where):
             assert len({s.device for s in shards}) == 8
     assert_lies(state, step)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), step.plan.abstract
+        lambda x: (x.shape, x.dtype), step.blueprint.abstract
     )
     assert any(leaf.copies < 8 for leaf in moments.leaves)
 
 
 def assert_lies(state, step):
     """Asserts that every array of the state has the sharding of the step's plan."""
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(step.plan.shardings), strict=True)
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(step.blueprint.shardings), strict=True)
     for array, sharding in pairs:
         assert array.sharding.is_equivalent_to(sharding, array.ndim), (array, sharding)
 
@@ -343,13 +343,13 @@ def test_batches_of_host_and_device_are_the_same_step():
     step = sw.train_step(given, layout)
     state = sw.train_state(given, layout)
     host = one_batch(VECTORS, 0)
-    placed = jax.device_put(host, jax.tree.map(lambda x: x.sharding, step.plan.batch))
+    placed = jax.device_put(host, jax.tree.map(lambda x: x.sharding, step.blueprint.batch))
     for batch in (host, placed, jax.tree.map(jnp.asarray, host), host, placed):
         state, metrics = step(state, batch)
         assert metrics["loss"].sharding.is_fully_replicated
     assert step.jitted._cache_size() == 1
     assert not any(x.is_deleted() for x in jax.tree.leaves(placed))
-    assert step.plan.batch["x"].sharding.spec == P(("data",))
+    assert step.blueprint.batch["x"].sharding.spec == P(("data",))
 
 
 def test_the_state_before_the_first_step():

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._values import show_value
+from shardwise._jax.values import show_value
 
 BIG = np.zeros((4, 1024, 8, 128), "float32")
 SHOWN = {

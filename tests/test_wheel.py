@@ -56,7 +56,7 @@ def test_it_works_from_an_empty_folder(wheel, tmp_path):
     target = ["shardwise.examples.decoder:make", "--mesh", "data=8", "--strategy", "fsdp"]
     script = (
         "import shardwise, sys; assert shardwise.__file__.startswith(sys.argv.pop(1)); "
-        "from shardwise._cli import main; main()"
+        "from shardwise._cli.app import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(site), "report", *target, "-o", str(page)],

@@ -61,7 +61,7 @@ def main():
     layout = sw.layout(make, sw.mesh("data=1"), "dp")
     step, state = sw.train_step(recipe, layout), sw.train_state(recipe, layout)
     tokens = np.random.default_rng(0).integers(args.vocab, size=(args.batch, args.seq))
-    batch = jax.device_put(tokens.astype("int32"), step.plan.batch.sharding)
+    batch = jax.device_put(tokens.astype("int32"), step.blueprint.batch.sharding)
     start = time.perf_counter()
     state, metrics = step(state, batch)
     first = float(metrics["loss"])

@@ -1,6 +1,6 @@
 """`shardwise`, and `python -m shardwise`."""
 
-from ._ending import end, end_on_signals, open_standard_streams
+from ._base import end, end_on_signals, open_standard_streams
 
 
 def main() -> None:

@@ -16,10 +16,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._layout import layout
+from ._layout import by_rank, layout
 from ._mesh import mesh
 from ._place import init
-from ._rules import by_rank
 from ._simulate import simulate
 
 _RULE = by_rank({2: P(None, "model"), 1: P("model")})

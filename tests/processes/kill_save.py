@@ -26,7 +26,7 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise import _orbax, _public  # noqa: F401 - the same: what `sw` loads when it is asked
-from shardwise._step import blueprint
+from shardwise._step.blueprint import make_blueprint
 
 SHAPE = (256, 512)
 directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -60,7 +60,7 @@ def run(ready, endless):
         batch=jax.ShapeDtypeStruct((2, 4), "float32"),
     )
     layout = sw.layout(Two, sw.mesh("data=2", on="cpu:2"), sw.fsdp("data", min_bytes=0))
-    plan = blueprint(recipe, layout)
+    plan = make_blueprint(recipe, layout)
     checkpoints = sw.Checkpoints(directory, keep=1)
     steps = checkpoints.steps()
     for step in steps:

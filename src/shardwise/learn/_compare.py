@@ -13,10 +13,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from .._layout import Layout
-from .._mesh import show_mesh
-from .._spec import normal_spec, show_spec
-from .._table import show_shape
+from .._layout import Layout, show_shape
+from .._mesh import normal_spec, show_mesh, show_spec
 
 _LONGEST = 240
 # Sums on several devices are taken in another order than on one.

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._target import last_frame
+from .._base import line_of
 from ._compare import difference, show
 from ._exercise import Case, Differs, Exercise
 
@@ -117,7 +117,7 @@ def own_line(error: BaseException, file: str) -> str:
         if frame.filename == file:
             line = frame.line or linecache.getline(file, frame.lineno or 0)
             return f"{os.path.basename(file)}:{frame.lineno}: {line.strip()}"
-    return last_frame(error).removeprefix(", at ")
+    return line_of(error)
 
 
 def one_sentence(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ._config import Config as Config
-from ._configs import CONFIGS as CONFIGS
+from ._published import CONFIGS as CONFIGS
 
 if TYPE_CHECKING:
     from ._decoder import Decoder as Decoder

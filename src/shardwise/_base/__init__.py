@@ -1,0 +1,37 @@
+"""Text, tables, files, the terminal and signals: what every room needs. Imports no JAX."""
+
+from .ending import end as end
+from .ending import end_on_signals as end_on_signals
+from .ending import open_standard_streams as open_standard_streams
+from .ending import undone as undone
+from .files import write_whole as write_whole
+from .frames import at_line_of as at_line_of
+from .frames import is_ours as is_ours
+from .frames import is_users as is_users
+from .frames import line_of as line_of
+from .frames import show_line as show_line
+from .frames import users_line as users_line
+from .tables import Row as Row
+from .tables import fold_numbers as fold_numbers
+from .tables import html_table as html_table
+from .tables import show_bytes as show_bytes
+from .tables import show_count as show_count
+from .tables import show_devices as show_devices
+from .tables import show_flops as show_flops
+from .tables import show_seconds as show_seconds
+from .tables import text_table as text_table
+from .terminal import UnwritableError as UnwritableError
+from .terminal import claim_stdout as claim_stdout
+from .terminal import columns as columns
+from .terminal import is_live as is_live
+from .terminal import released_stdout as released_stdout
+from .terminal import stdout as stdout
+from .terminal import tell as tell
+from .terminal import tell_json as tell_json
+from .terminal import working as working
+from .text import BYTES_FORM as BYTES_FORM
+from .text import count as count
+from .text import either as either
+from .text import option as option
+from .text import parse_bytes as parse_bytes
+from .text import shell_words as shell_words

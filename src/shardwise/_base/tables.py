@@ -1,0 +1,122 @@
+"""Numbers with their units, and rows as text and as HTML."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Container, Iterable, Sequence
+
+Row = tuple[str, ...]
+
+
+def show_bytes(count: float) -> str:
+    """Returns a byte count in binary units: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def show_seconds(seconds: float) -> str:
+    """Returns a duration in the unit that suits it: `350 µs`, `824 ms`, `11.2 s`, `3 min 20 s`."""
+    if seconds >= 100:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest} s"
+    if seconds >= 0.9995:
+        return f"{_digits(seconds)} s"
+    if seconds >= 0.9995e-3:
+        return f"{_digits(seconds * 1e3)} ms"
+    return f"{_digits(seconds * 1e6)} µs"
+
+
+def show_flops(count: float) -> str:
+    """Returns an amount of arithmetic in decimal units: `261 TFLOP`."""
+    return f"{_scaled(count, ' ')}FLOP"
+
+
+def show_count(count: float) -> str:
+    """Returns a count or a rate with three digits: `9.17k`, `1.5M`."""
+    return _scaled(count, "").rstrip()
+
+
+def _scaled(count: float, space: str) -> str:
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(count) < 999.5:
+            return f"{_digits(count)}{space}{prefix}"
+        count /= 1000
+    return f"{_digits(count)}{space}E"
+
+
+def _digits(number: float) -> str:
+    """Returns three digits, without an exponent and without zeros that say nothing."""
+    if abs(number) >= 99.95:
+        return f"{number:.0f}"
+    text = f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def show_devices(count: int) -> str:
+    """Returns on how many devices something lies: `each of 8 devices`, `1 device`."""
+    return "1 device" if count == 1 else f"each of {count} devices"
+
+
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """Returns numbers in order as one step of a path: `{0..79}`, or `*` if some are missing."""
+    if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}..{numbers[-1]}}}"
+    return "*"
+
+
+def text_table(
+    header: Row,
+    rows: Iterable[Row],
+    caption: str = "",
+    width: int | None = None,
+    *,
+    right: Container[int] = range(4, 100),
+) -> str:
+    """Returns rows as aligned plain text, wide enough that no cell is cut.
+
+    Args:
+        header: the columns' titles; no line for them if all are empty.
+        rows: the cells.
+        caption: the last line.
+        width: of the text, or as wide as it needs.
+        right: the numbers of the columns that are set to the right.
+    """
+    from rich.console import Console  # slow, and most commands print no table
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_edge=False, show_header=any(header))
+    for i, title in enumerate(header):
+        table.add_column(title, justify="right" if i in right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(
+        file=out,
+        width=width or 10_000,
+        markup=False,
+        highlight=False,
+        color_system=None,
+        force_jupyter=False,
+        emoji=False,
+    ).print(table)
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    return "\n".join([*lines, *([caption] if caption else [])])
+
+
+def html_table(header: Row, rows: Iterable[Row], caption: str) -> str:
+    """Returns rows as an HTML table that takes the page's own colours."""
+    head = "".join(f'<th style="text-align:left">{html.escape(c)}</th>' for c in header)
+    body = "".join(
+        "<tr>"
+        + "".join(f'<td style="text-align:left">{html.escape(c)}</td>' for c in row)
+        + "</tr>"
+        for row in rows
+    )
+    return (
+        f"<table><caption>{html.escape(caption)}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )

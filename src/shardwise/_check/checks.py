@@ -1,0 +1,170 @@
+"""Every problem of a whole layout in one pass, without devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from jax.sharding import PartitionSpec as P
+
+from .._layout import Layout, require_layout
+from .._mesh import (
+    DATA_AXES,
+    Axes,
+    faults,
+    make_spec,
+    padded,
+    places_for_names,
+    show_mesh,
+    show_spec,
+)
+from .._nnx import Leaf
+from .findings import Allow, Finding, Findings, allowed_paths, make_finding, sift
+from .replication import REPLICATED_BYTES, Replication
+
+
+def check(
+    layout: Layout, *, allow: Allow | None = None, replicated_bytes: int = REPLICATED_BYTES
+) -> Findings:
+    """Returns everything that is wrong or suspicious in a layout.
+
+    Args:
+        layout: the layout.
+        allow: findings that are intentional, by code and path pattern: `{"SW105": "embed.**"}`.
+        replicated_bytes: from how many bytes on replication is worth a finding: of one leaf, or
+            of all smaller ones together.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> make = lambda: nnx.Linear(8, 6, use_bias=False, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), {"kernel": P(None, "model")})
+        >>> print(sw.check(layout))
+        error[SW104] indivisible-dim: kernel
+          dim 1 (size 6) cannot be split 4 ways over axis 'model'
+          shape (8, 6)  spec P(None, 'model')  mesh model=4
+          help: P('model', None) divides evenly
+        1 error, 0 warnings
+    """
+    require_layout(layout)
+    return sift(_findings(layout, replicated_bytes, allowed_paths(allow, "SW105")), allow)
+
+
+def _findings(
+    layout: Layout, replicated_bytes: int, allowed: Callable[[str], bool]
+) -> Iterator[Finding]:
+    mesh = show_mesh(layout.mesh)
+    replication = Replication(layout, replicated_bytes, allowed)
+    siblings: dict[tuple, dict[str, Leaf]] = {}
+    places: dict[str, str | None] | None = None
+    for leaf in layout.leaves:
+        context = f"shape {leaf.shape}  spec {show_spec(leaf.spec)}  mesh {mesh}"
+        found = leaf.faults
+        if any(fault.code == "SW109" for fault in found):
+            # A name goes to the same axis in every leaf: one that suits this one may not suit all.
+            places = _places(layout) if places is None else places
+            found = faults(leaf.shape, leaf.spec, leaf.sizes, leaf.annotation_names, places)
+        for fault in found:
+            yield make_finding(fault.code, leaf.path, fault.message, fault.help, context)
+        yield from _ambiguous(leaf, context)
+        yield from _stack_lost(leaf, context)
+        if not found:
+            yield from replication.of_leaf(leaf, context)
+            if leaf.keys and leaf.keys[-1] in ("kernel", "bias"):
+                siblings.setdefault(leaf.keys[:-1], {})[leaf.keys[-1]] = leaf
+    for pair in siblings.values():
+        if len(pair) == 2:
+            yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
+    yield from replication.of_the_rest()
+    for pattern, nearest in layout.dead_patterns:
+        hint = f"the nearest path is {nearest}" if nearest else "drop it"
+        yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
+    yield from _unused_axes(layout)
+
+
+def _places(layout: Layout) -> dict[str, str | None]:
+    names = frozenset(name for leaf in layout.leaves for name in leaf.annotation_names)
+    arrays = dict.fromkeys((leaf.shape, leaf.spec) for leaf in layout.leaves if leaf.names)
+    return places_for_names(arrays, names, layout.mesh.shape)
+
+
+def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:
+    clashes = ()
+    for opinion in leaf.trail:
+        if opinion.spec is not None and not opinion.refines:
+            clashes = opinion.clashes
+    if clashes:
+        told = ", ".join(f"{pattern!r} says {show_spec(spec)}" for pattern, spec in clashes)
+        yield make_finding(
+            "SW108",
+            leaf.path,
+            f"{len(clashes)} patterns match and disagree: {told}",
+            "make them disjoint, or put the exception into a later rule: "
+            "[{general patterns}, {exceptions}]",
+            context,
+        )
+
+
+def _stack_lost(leaf: Leaf, context: str) -> Iterator[Finding]:
+    deciders = [o.source for o in leaf.trail if o.spec is not None and not o.refines]
+    if leaf.names is None or not leaf.stacked or deciders[-1:] != ["annotation"]:
+        return
+    if any(leaf.names) and len(leaf.names) == leaf.ndim - len(leaf.stacked):
+        entries = list(leaf.names)
+        for dim in leaf.stacked:
+            entries.insert(dim, None)
+        stack = ", ".join(f"dim {d} (size {leaf.shape[d]})" for d in leaf.stacked)
+        yield make_finding(
+            "SW110",
+            leaf.path,
+            f"the annotation has {len(leaf.names)} entries for {leaf.ndim} dims: "
+            f"it lost the stacked {stack} and is off by {len(leaf.stacked)}",
+            "give nnx.vmap or nnx.scan transform_metadata={nnx.PARTITION_NAME: None}, "
+            f"or annotate {show_spec(P(*entries))}",
+            context,
+        )
+
+
+def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
+    kernel_dims = [d for d in range(kernel.ndim) if d not in kernel.stacked]
+    bias_dims = [d for d in range(bias.ndim) if d not in bias.stacked]
+    matched = kernel_dims[len(kernel_dims) - len(bias_dims) :]
+    if not bias_dims or [kernel.shape[d] for d in matched] != [bias.shape[d] for d in bias_dims]:
+        return
+    # What FSDP stores in parts is gathered before use and need not match.
+    used = [_used(kernel, d) for d in matched]
+    have = [_used(bias, d) for d in bias_dims]
+    if used != have:
+        wanted: list[Axes] = [()] * bias.ndim
+        for d, axes in zip(bias_dims, used, strict=True):
+            wanted[d] = axes
+        yield make_finding(
+            "SW106",
+            bias.path,
+            f"it is {show_spec(bias.spec)}, but is added to the output of {kernel.path}, which is "
+            + (f"split {show_spec(make_spec(used))}" if any(used) else "whole"),
+            f"give it {show_spec(make_spec(wanted))}",
+            f"kernel shape {kernel.shape} spec {show_spec(kernel.spec)}  "
+            f"bias shape {bias.shape} spec {show_spec(bias.spec)}  mesh {mesh}",
+        )
+
+
+def _used(leaf: Leaf, dim: int) -> Axes:
+    axes = padded(leaf.spec, leaf.ndim)[dim]
+    skipped = (*leaf.gathered, *DATA_AXES)
+    return tuple(a for a in axes if a not in skipped and leaf.sizes[a] > 1)
+
+
+def _unused_axes(layout: Layout) -> Iterator[Finding]:
+    used = {a for leaf in layout.leaves for entry in padded(leaf.spec, 0) for a in entry}
+    if not layout.leaves:
+        return
+    for axis, size in layout.mesh.shape.items():
+        if size > 1 and axis not in used and (axis not in DATA_AXES or axis == "fsdp"):
+            yield make_finding(
+                "SW111",
+                axis,
+                f"axis {axis!r} of size {size} splits no leaf: every leaf has {size} copies along it",
+                "give it a rule, or fold it into another axis",
+                f"mesh {show_mesh(layout.mesh)}",
+            )

@@ -1,0 +1,500 @@
+"""Checkpoints of a run: saved in the background, restored onto any mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._check import Allow
+from .._layout import Layout, key_impl
+from .._mesh import show_mesh
+from .._nnx import Recipe
+from .._place import own_mesh, put_anywhere, require_devices, wrap_keys
+from .._processes import exchange
+from .._step import Blueprint, NotFinite, TrainState, make_blueprint
+from . import digest_v1
+from .digest import ALGORITHM, digests
+from .preflight import Preflight, array_rows, flight_check, named_arrays
+from .step_files import ABOUT, FORMAT, LAYOUT, UnknownFormat, read_about, sealed
+from .writer_lock import LOCK, Taken, WriterLock
+
+if TYPE_CHECKING:
+    from .orbax import Writer
+
+_DELETED = ".deleted-"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint could not be written or read; other steps are as they were."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one directory, one numbered directory for each step.
+
+    A step appears when all of it is written, and not before; every process writes and reads its
+    own shards. Each array's digest is saved with it and compared on restoring.
+
+    Example:
+        >>> import tempfile, jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.adam(0.1), batch=jax.ShapeDtypeStruct((8, 16), "float32"))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> checkpoints = sw.Checkpoints(tempfile.mkdtemp(), keep=2)
+        >>> checkpoints.save(0, sw.train_state(recipe, layout))
+        >>> checkpoints.wait()
+        >>> other = sw.layout(make, sw.mesh("data=4", on="cpu:4"), sw.fsdp("data", min_bytes=0))
+        >>> state = checkpoints.restore(recipe, other)
+        >>> state.model["kernel"].sharding.spec
+        P(None, 'data')
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        keep: int | None = 3,
+        every: int | None = None,
+        minutes: float | None = None,
+    ):
+        """Names the directory; nothing is made before the first save.
+
+        Args:
+            directory: where the run's checkpoints are.
+            keep: how many of the newest steps are kept; None for all.
+            every: `sw.fit` saves after so many steps,
+            minutes: or after so many minutes, or both; without either, at its end only.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep} would keep no checkpoint: give 1 or more, or None")
+        if every is not None and every < 1:
+            raise ValueError(f"every={every} is no number of steps: give 1 or more")
+        if minutes is not None and not minutes > 0:
+            raise ValueError(f"minutes={minutes} is no time: give a positive number")
+        self.directory = Path(directory).absolute()
+        self.keep, self.every, self.minutes = keep, every, minutes
+        self._writer: Writer | None = None
+        self._lock = WriterLock(self.directory, is_idle=lambda: self._writer is None)
+        self._saving: int | None = None
+        self._removing: list[threading.Thread] = []
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        position: int = 0,
+        layout: Layout | None = None,
+        finite: Collection[str] = (),
+    ) -> None:
+        """Begins to save a step, and returns as soon as the state may be used up.
+
+        Args:
+            step: its number; each is written once.
+            state: the state.
+            position: how many samples were read until now.
+            layout: the model's layout, whose lockfile is saved too, as `about/layout.json`.
+            finite: arrays, as `model.kernel`, without whose being finite the step is not kept:
+                the next save, or `wait`, then raises `NotFinite`.
+
+        Raises:
+            CheckpointError: this save cannot be begun, or the one before it failed.
+            NotFinite: the one before it had an array that is not finite.
+        """
+        if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
+            raise ValueError(f"step {step!r} is no number of a step: give 0 or more")
+        self._settle()
+        step = operator.index(step)
+        could_not = f"step {step} could not be saved to {self.directory}"
+        with self._explained(could_not):
+            self._take_lock(could_not)
+        try:
+            self._begin(step, state, could_not, position=position, layout=layout, finite=finite)
+        except BaseException:
+            self.release()
+            raise
+        self._saving = step
+
+    def _begin(
+        self,
+        step: int,
+        state: TrainState,
+        could_not: str,
+        *,
+        position: int,
+        layout: Layout | None,
+        finite: Collection[str],
+    ) -> None:
+        target = self.directory / str(step)
+        if target.exists():
+            raise CheckpointError(
+                f"{self.directory} has step {step} already: each step is saved once"
+            )
+        rows = array_rows(state)
+        mesh = state.step.sharding.mesh
+        arrays = _on_disk(state)
+        with own_mesh(mesh):
+            digest_of = digests(named_arrays(arrays))
+        about = {
+            "format": FORMAT,
+            "digest": ALGORITHM,
+            "step": step,
+            "position": int(position),
+            "mesh": show_mesh(mesh),
+            "processes": jax.process_count(),
+            "devices": f"{mesh.size} {mesh.devices.flat[0].device_kind}",
+            "bytes": sum(_bytes(x) for x in jax.tree.leaves(arrays)),
+            "saved_at": time.time(),
+            "jax": jax.__version__,
+        }
+
+        def about_text() -> str:
+            found = digest_of()
+            wrong = [name for name in finite if not found[name].finite]
+            if wrong:
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                raise NotFinite(f"{wrong[0]}{more} is not finite after step {step}")
+            for name, digest in found.items():
+                rows[name]["digest"] = digest.value
+            return sealed({**about, "arrays": rows})
+
+        files: dict[str, Callable[[], str]] = {Path(ABOUT).name: about_text}
+        if layout is not None:
+            files[Path(LAYOUT).name] = layout.lockfile
+        with self._explained(could_not, sweep=step), own_mesh(mesh):
+            self._open().save(target, _tree(arrays), files)
+
+    def require_writable(self) -> None:
+        """Makes the directory if it is not there, tries to write to it, and keeps others out.
+
+        Raises:
+            CheckpointError: that cannot be done, or another run saves there; better known before
+                a run than at its end.
+        """
+        could_not = f"checkpoints cannot be saved to {self.directory}"
+        with self._explained(could_not):
+            self._take_lock(could_not)
+            tempfile.TemporaryFile(dir=self.directory).close()
+
+    def wait(self) -> None:
+        """Returns when the save that is under way is committed, and older steps are removed.
+
+        Raises:
+            CheckpointError: it failed; the steps before it are untouched.
+            NotFinite: an array that must be finite is not; so are they then.
+        """
+        self._settle()
+        while self._removing:
+            self._removing.pop().join()
+
+    def _settle(self) -> None:
+        if self._writer is None or self._saving is None:
+            return
+        step, self._saving = self._saving, None
+        could_not = f"step {step} could not be saved to {self.directory}"
+        with self._explained(could_not, sweep=step):
+            self._writer.wait()
+            if jax.process_index() == 0:
+                self._require_saved(step, could_not)
+        self._prune()
+
+    def _require_saved(self, step: int, could_not: str) -> None:
+        """Refuses a save that Orbax calls done, and of which the files are not there."""
+        try:
+            read_about(self.directory / str(step))
+        except ValueError as error:
+            raise CheckpointError(f"{could_not}: when it was done, {error}") from error
+
+    def close(self) -> None:
+        """Waits, and ends the threads that save; the next save begins anew."""
+        try:
+            self.wait()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            self._lock.release()
+
+    def release(self) -> None:
+        """Lets other writers have the directory, if nothing is being saved."""
+        if self._writer is None:
+            self._lock.release()
+
+    def steps(self) -> list[int]:
+        """Returns the steps that are there, committed, in order."""
+        if not self.directory.is_dir():
+            return []
+        # A step appears by a rename, with all that it has: what lacks a file was damaged since.
+        return sorted(int(p.name) for p in self._entries() if (p / "state").is_dir())
+
+    def about(self, step: int | None = None) -> dict[str, Any]:
+        """Returns what a step says of itself: its mesh, bytes, position and arrays.
+
+        Raises:
+            CheckpointError: the step is not there, or a file of it is missing or damaged.
+        """
+        step = self._pick(step)
+        try:
+            about = read_about(self.directory / str(step))
+            if about["step"] != step:
+                raise ValueError(f"it is step {about['step']}, in a directory of another's name")
+            return about
+        except UnknownFormat as error:
+            raise CheckpointError(f"step {step} in {self.directory} {error}") from None
+        except ValueError as error:
+            raise CheckpointError(
+                f"step {step} in {self.directory} is damaged: {error}{self._others(step)}"
+            ) from error
+
+    def preflight(
+        self, recipe: Recipe, layout: Layout, *, step: int | None = None, allow: Allow | None = None
+    ) -> Preflight:
+        """Returns what restoring would find, from metadata alone; no array is read.
+
+        Args:
+            recipe: the recipe to go on with.
+            layout: the layout to restore onto, on devices that are here or not.
+            step: the step; the newest without.
+            allow: findings that are meant, by code and path pattern.
+        """
+        return flight_check(make_blueprint(recipe, layout), self.about(step), allow=allow)
+
+    def restore(self, recipe: Recipe, layout: Layout, *, step: int | None = None) -> TrainState:
+        """Returns the state of a step, read straight into this layout's shards.
+
+        Args:
+            recipe: the recipe to go on with.
+            layout: any layout of its model on any mesh of devices that are here; each process
+                reads only what its devices hold.
+            step: the step; the newest without.
+
+        Raises:
+            LayoutError: the checkpoint is not of this recipe; no array was read.
+            CheckpointError: there is none, or it is damaged.
+        """
+        blueprint = make_blueprint(recipe, layout)
+        require_devices(blueprint.layout)
+        step = self._pick(step)
+        about = self.about(step)
+        flight_check(blueprint, about).findings.raise_if_errors()
+        told = f"step {step} in {self.directory} could not be restored"
+        with self._explained(told, self._others(step)), own_mesh(blueprint.layout.mesh):
+            from .orbax import read_arrays
+
+            stored = _on_disk(blueprint.abstract)
+            read = read_arrays(self.directory / str(step) / "state", _tree(stored))
+            arrays = _from_tree(read, stored)
+            wrong = _wrong_arrays(arrays, about)
+        if wrong:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise CheckpointError(
+                f"step {step} in {self.directory} is damaged: what was read of {wrong[0]}{more} "
+                f"is not what was saved{self._others(step)}"
+            )
+        with own_mesh(blueprint.layout.mesh):
+            return _in_memory(arrays, blueprint)
+
+    def _take_lock(self, could_not: str) -> None:
+        """Makes the directory and keeps other writers out of it; all processes call it."""
+        if self._lock.held:
+            return
+        told = ""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock.take(on_disk=jax.process_index() == 0)
+        except (Taken, OSError) as error:
+            told = f"{could_not}: {_reason(error)}"
+            if isinstance(error, Taken):
+                told = f"checkpoints cannot be saved to {self.directory}: {error}"
+        told = _first(exchange("locking the directory of checkpoints", told))
+        if not told:
+            mark = exchange("marking the directory of checkpoints", self._lock.mark)[0]
+            if mark and not self._lock.sees(mark):
+                told = (
+                    f"{could_not}: process {jax.process_index()} does not find there what process 0 "
+                    f"has written: the directory must be on storage that all processes share"
+                )
+            told = _first(exchange("finding the directory of checkpoints", told))
+        if told:
+            self._lock.release()
+            raise CheckpointError(told)
+
+    def _open(self) -> Writer:
+        if self._writer is None:
+            from .orbax import Writer
+
+            self._sweep()
+            self._writer = Writer()
+        return self._writer
+
+    def _sweep(self, step: int | None = None) -> None:
+        """Removes what a process that was killed left half written or half deleted.
+
+        Where the file system has no locks, another process may be writing: then only what is left
+        of this step is removed.
+        """
+        if jax.process_index() != 0 or not self._lock.held:
+            return
+        begins = "" if self._lock.real else f"{step}.orbax-checkpoint-tmp"
+        for path in self.directory.glob("*"):
+            if path.name.startswith(_DELETED) or ".orbax-checkpoint-tmp" in path.name:
+                if path.name.startswith(begins):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _entries(self) -> list[Path]:
+        try:
+            return [path for path in self.directory.iterdir() if path.name.isdecimal()]
+        except OSError as error:
+            raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}") from error
+
+    def _prune(self) -> None:
+        if self.keep is None or jax.process_index() != 0:
+            return
+        for step in self.steps()[: -self.keep]:
+            # Renamed first: a process that is killed here leaves no step that is half there.
+            gone = self.directory / f"{_DELETED}{step}"
+            with contextlib.suppress(OSError):
+                (self.directory / str(step)).rename(gone)
+            # In the background: a large step takes a while to remove.
+            thread = threading.Thread(target=shutil.rmtree, args=(gone, True))
+            thread.start()
+            self._removing.append(thread)
+
+    def _pick(self, step: int | None) -> int:
+        steps = self.steps()
+        if step is None and steps:
+            return steps[-1]
+        if step in steps:
+            assert step is not None
+            return step
+        if step is not None and steps:
+            raise CheckpointError(
+                f"{self.directory} has no step {step}: it has {', '.join(map(str, steps))}"
+            )
+        if not self.directory.is_dir():
+            what = "is a file" if self.directory.exists() else "does not exist"
+            raise CheckpointError(f"{self.directory} {what}, so it has no checkpoints")
+        names = sorted(path.name for path in self.directory.iterdir() if path.name != LOCK)
+        holds = f"it holds {', '.join(names[:5])}" if names else "it is empty"
+        raise CheckpointError(f"{self.directory} has no checkpoints: {holds}")
+
+    def _others(self, step: int) -> str:
+        rest = [s for s in self.steps() if s != step]
+        if not rest:
+            return ""
+        return f"; other steps there: {', '.join(map(str, rest))}; remove it to go on from them"
+
+    @contextlib.contextmanager
+    def _explained(self, told: str, others: str = "", sweep: int | None = None) -> Iterator[None]:
+        """Turns what Orbax, TensorStore or the file system raise into one sentence."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if sweep is not None:
+                self._sweep(sweep)  # what is half written would keep a full disk full
+            if isinstance(error, NotFinite):
+                raise
+            raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    known = {
+        "No space left": "the disk is full",
+        "Read-only file system": "the file system is read-only",
+        "Permission denied": "permission denied",
+        "Not a directory": "a part of the path is a file",
+        "File exists": "a part of the path is a file",
+        "checksum verification failed": "a file of it is damaged",
+        "Error decoding": "a file of it is damaged",
+        "DATA_LOSS": "a file of it is damaged",
+        "OUT_OF_RANGE": "a file of it was cut short",
+        "NOT_FOUND": "a file of it is missing",
+        "Encountered error while reading": "a file of it is damaged",
+    }
+    for sign, words in known.items():
+        if sign in text:
+            # The array that was being read, where the message says so.
+            named = re.search(r'Error reading "([^"]+)/(?:zarr\.json|c/[^"]*|c)"', text)
+            return f"{words}, found while reading {named[1]}" if named else words
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _on_disk(state: TrainState) -> TrainState:
+    """Returns the state with random keys as the numbers that they are, live or abstract."""
+
+    def one(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        if isinstance(x, jax.Array):
+            return jax.random.key_data(x)
+        data = jax.eval_shape(jax.random.key_data, x)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+    return jax.tree.map(one, state)
+
+
+def _in_memory(state: TrainState, blueprint: Blueprint) -> TrainState:
+    def one(x: Any, like: Any) -> Any:
+        if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return x
+        return wrap_keys(x, like.sharding, key_impl(str(like.dtype)))
+
+    return jax.tree.map(one, state, blueprint.abstract)
+
+
+def _tree(state: TrainState) -> dict[str, Any]:
+    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+    # Orbax writes no array without elements, and there is nothing of it to be read.
+    parts = {name: {k: x for k, x in part.items() if x.size} for name, part in parts.items()}
+    return {"step": state.step, **{name: part for name, part in parts.items() if part}}
+
+
+def _from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
+    def part(name: str) -> dict[str, Any]:
+        read = tree.get(name, {})
+        return {
+            k: read[k] if x.size else put_anywhere(np.zeros(x.shape, x.dtype), x.sharding)
+            for k, x in getattr(like, name).items()
+        }
+
+    return TrainState(tree["step"], part("model"), part("optimizer"), part("ema"))
+
+
+def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
+    """Returns the arrays that are not what was saved."""
+    arrays, rows = named_arrays(state), about["arrays"]
+    if about["format"] == 1:
+        found: dict[str, Any] = dict(digest_v1.sums(arrays))
+    else:
+        if about["digest"] != ALGORITHM:
+            raise CheckpointError(
+                f"step {about['step']} has digests by {about['digest']}: this version computes "
+                f"{ALGORITHM}"
+            )
+        found = {name: digest.value for name, digest in digests(arrays)().items()}
+    return [name for name in found if found[name] != rows[name]["digest"]]
+
+
+def _first(texts: list[str]) -> str:
+    """Returns the first that is not empty: what one process says, all of them raise."""
+    return next(filter(None, texts), "")
+
+
+def _bytes(x: Any) -> int:
+    return x.size * x.dtype.itemsize

@@ -1,0 +1,268 @@
+"""Facts about accelerators, and the names by which a mesh asks for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from typing import Any
+
+from .._base import either, option
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gpu:
+    """What a compiler must know of a GPU, beyond what `Chip` says.
+
+    Attributes:
+        capability: CUDA's compute capability, such as (9, 0).
+        cores: streaming multiprocessors.
+        clock_ghz: of the cores.
+        fpus_per_core: float32 units of one core.
+        l2_bytes: of the second-level cache.
+        shared_bytes: shared memory of one core.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    clock_ghz: float
+    fpus_per_core: int
+    l2_bytes: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chip:
+    """What a datasheet, or the compiler, says of one accelerator chip.
+
+    Attributes:
+        name: the name used in `on="v5p:4x8x8"`.
+        platform: `tpu` or `gpu`.
+        kind: what JAX calls such a device.
+        dims: how many numbers its topology has (TPU torus axes; 2 for hosts x GPUs).
+        hbm_bytes: memory of one chip.
+        capacity_bytes: what of it a program on one JAX device can use: what the TPU compiler
+            exposes, or what the GPU's driver reports.
+        hbm_bytes_per_second: bandwidth of that memory.
+        bf16_flops_per_second: peak dense bfloat16 rate of one chip.
+        link_bytes_per_second: one way, of one link (TPU) or of all NVLink egress (GPU).
+        network_bytes_per_second: per chip, between hosts or slices.
+        devices_per_chip: JAX devices on one chip.
+        source: where the figures come from.
+        gpu: more, for a GPU.
+    """
+
+    name: str
+    platform: str
+    kind: str
+    dims: int
+    hbm_bytes: float
+    capacity_bytes: int
+    hbm_bytes_per_second: float
+    bf16_flops_per_second: float
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    devices_per_chip: int
+    source: str
+    gpu: Gpu | None = None
+
+
+def _tpu(name: str, kind: str, dims: int, hbm: float, exposed_gib: float, *rest: Any) -> Chip:
+    return Chip(name, "tpu", kind, dims, hbm, int(exposed_gib * GIB), *rest)
+
+
+def _gpu(
+    name: str, hbm: float, capacity: int, rates: tuple[float, float, float, float], gpu: Gpu
+) -> Chip:
+    kind = f"NVIDIA {name.upper()}"
+    told = "read off a real one" if name == "h200" else "what drivers leave of it, estimated"
+    source = f"NVIDIA datasheet; capacity: {told}"
+    return Chip(name, "gpu", kind, 2, hbm, capacity, *rates, 1, source, gpu)
+
+
+_INFO = "jax tpu_info; the scaling book; capacity: libtpu's own limit"
+_PAGE = "the Cloud TPU page; capacity: libtpu's own limit"
+_HOPPER = Gpu((9, 0), 132, 1.98, 128, 52428800, 233472)
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        _tpu("v4", "TPU v4", 3, 34.4e9, 30.75, 1.23e12, 2.75e14, 4.5e10, 6.25e9, 1, _INFO),
+        _tpu("v5e", "TPU v5 lite", 2, 17.2e9, 15.75, 8.2e11, 1.97e14, 4.5e10, 3.125e9, 1, _INFO),
+        _tpu("v5p", "TPU v5", 3, 103e9, 95.73, 2.765e12, 4.59e14, 9e10, 6.25e9, 1, _PAGE),
+        _tpu("v6e", "TPU v6 lite", 2, 34.4e9, 31.24, 1.64e12, 9.18e14, 9e10, 12.5e9, 1, _INFO),
+        _tpu("tpu7x", "TPU7x", 3, 206e9, 94.74, 7.38e12, 2.307e15, 9e10, 12.5e9, 2, _PAGE),
+        _gpu(
+            "a100",
+            80e9,
+            85_094_825_984,
+            (2.0e12, 3.12e14, 300e9, 25e9),
+            Gpu((8, 0), 108, 1.41, 64, 41943040, 167936),
+        ),
+        _gpu("h100", 80e9, 85_029_158_912, (3.35e12, 9.9e14, 450e9, 50e9), _HOPPER),
+        _gpu(
+            "h200",
+            141e9,
+            150_109_880_320,
+            (4.8e12, 9.9e14, 450e9, 50e9),
+            dataclasses.replace(_HOPPER, l2_bytes=62914560),
+        ),
+        _gpu(
+            "b200",
+            192e9,
+            191_509_823_488,
+            (8.0e12, 2.3e15, 900e9, 50e9),
+            Gpu((10, 0), 148, 1.965, 128, 132644864, 233472),
+        ),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """Chips that need not be here: a chip and how many of them, by topology.
+
+    It is the `abstract_device` of the mesh that `sw.mesh` makes of it, so that it goes wherever
+    the mesh goes, and JAX lowers for its platform.
+    """
+
+    chip: Chip
+    topology: tuple[int, ...]
+
+    @property
+    def device_count(self) -> int:
+        """How many JAX devices these chips are."""
+        return math.prod(self.topology) * self.chip.devices_per_chip
+
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls such a device."""
+        return self.chip.kind
+
+    @property
+    def platform(self) -> str:
+        """`tpu` or `gpu`."""
+        return self.chip.platform
+
+    @property
+    def num_cores(self) -> int:
+        """How many cores a device has, as JAX counts them."""
+        if self.chip.gpu is not None:
+            return self.chip.gpu.cores
+        return 2 if self.chip.name in ("v4", "v5p") else 1
+
+    def __str__(self) -> str:
+        """Returns it as `sw.mesh(on=…)` reads it."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.topology))}"
+
+    def __repr__(self) -> str:
+        """Returns it as `sw.mesh(on=…)` reads it."""
+        return str(self)
+
+    def _repr(self) -> str:  # what JAX's AbstractMesh shows of its device
+        return f"on={str(self)!r}"
+
+
+def parse_target(text: str) -> Target:
+    """Returns the target that `text` (`"v5p:4x8x8"`, `"h200:8x8"`) names.
+
+    Raises:
+        ValueError: the chip is unknown or the topology is not one of its kind.
+    """
+    name, colon, sizes = text.partition(":")
+    chip = CHIPS.get(name.strip().lower())
+    if chip is None:
+        near = difflib.get_close_matches(name.strip().lower(), CHIPS, n=2, cutoff=0.6)
+        hint = f" (near ones: {', '.join(near)})" if near else ""
+        raise ValueError(
+            f"{option('on', text)} names no chip that is known{hint}: use "
+            f"{either('None', 'here')} (the devices that are here), 'cpu:N', 'none', or one of "
+            f"{', '.join(CHIPS)} with its topology, such as 'v5p:4x8x8'"
+        )
+    like = "x".join("8" if chip.platform == "gpu" else "4" for _ in range(chip.dims))
+    parts = [part.strip() for part in sizes.lower().split("x")] if colon else []
+    if not parts or not all(p.isdecimal() and p.isascii() and int(p[:20]) > 0 for p in parts):
+        what = "hosts x GPUs" if chip.platform == "gpu" else f"{chip.dims} torus sizes"
+        raise ValueError(
+            f"{option('on', text)} does not say how many chips: "
+            f"{chip.name} takes {what}, such as '{chip.name}:{like}'"
+        )
+    if any(len(part) > 9 for part in parts):
+        raise ValueError(
+            f"{option('on', text)} names more than {MOST_DEVICES:,} devices, the most there may be"
+        )
+    topology = tuple(int(p) for p in parts)
+    if chip.platform == "gpu" and len(topology) == 1:
+        topology = (1, *topology)
+    if len(topology) != chip.dims:
+        raise ValueError(
+            f"{option('on', text)} has {len(topology)} sizes, but the topology of {chip.name} has "
+            f"{chip.dims}, such as '{chip.name}:{like}'"
+        )
+    _require_topology(chip, topology, text)
+    return Target(chip, topology)
+
+
+MOST_DEVICES = 2**31
+_GPUS_PER_HOST = 8
+# Cloud TPU's slices, by its documentation: these, and for a 3D torus every A <= B <= C of whole
+# cubes of 4x4x4 chips, up to the most chips that one job can have.
+_SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_SLICES_3D = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
+_MOST_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
+
+
+def _require_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
+    """Raises if there are no such machines."""
+    if chip.platform == "gpu":
+        hosts, gpus = topology
+        if gpus > _GPUS_PER_HOST:
+            more = -(-hosts * gpus // _GPUS_PER_HOST)
+            raise ValueError(
+                f"{option('on', text)} has {gpus} GPUs in a host, but a host of {chip.name} has at most "
+                f"{_GPUS_PER_HOST}: write hosts x GPUs, such as '{chip.name}:{more}x{_GPUS_PER_HOST}'"
+            )
+        if hosts * gpus > MOST_DEVICES:
+            raise ValueError(
+                f"{option('on', text)} names more than {MOST_DEVICES:,} devices, the most there may be"
+            )
+        return
+    slices, most = tpu_slices(chip.name), _MOST_CHIPS[chip.name]
+    if topology in slices:
+        return
+    chips = math.prod(topology)
+    near = sorted(slices, key=lambda s: (_distance(s, topology), -math.prod(s)))[:3]
+    shown = ", ".join(f"'{chip.name}:{'x'.join(map(str, s))}'" for s in sorted(near, key=math.prod))
+    if chips > most:
+        raise ValueError(
+            f"{option('on', text)} has {chips:,} chips, but one slice of {chip.name} has at most {most:,}, "
+            f"and several slices cannot be described: nearest are {shown}; 'none' plans for any "
+            f"number of devices"
+        )
+    raise ValueError(
+        f"{option('on', text)} is not a slice of {chip.name} that exists: nearest are {shown}"
+    )
+
+
+@functools.cache
+def tpu_slices(name: str) -> tuple[tuple[int, ...], ...]:
+    """Returns every topology of a TPU that can be had, the smallest first."""
+    if CHIPS[name].dims == 2:
+        return _SLICES_2D
+    most = _MOST_CHIPS[name]
+    cubes = [
+        (a, b, c)
+        for a in range(4, most // 16 + 1, 4)
+        for b in range(a, most // (4 * a) + 1, 4)
+        for c in range(b, most // (a * b) + 1, 4)
+    ]
+    return tuple(sorted([*_SLICES_3D, *cubes], key=lambda s: (math.prod(s), s)))
+
+
+def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """Returns how far apart two topologies are, whatever the order of their sizes."""
+    pairs = zip(sorted(one), sorted(other), strict=True)
+    return sum(abs(math.log(a / b)) for a, b in pairs)

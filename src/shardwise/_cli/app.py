@@ -1,0 +1,84 @@
+"""The command line: parse, call, print."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+from .._base import UnwritableError, at_line_of, released_stdout, shell_words, stdout
+from . import planning, reference, running
+from .options import app
+
+# Importing them registers their commands.
+__all__ = ["main", "planning", "reference", "run", "running"]
+
+
+def main() -> None:
+    """Runs the command line within a process that goes on; `__main__` runs it as one."""
+    with released_stdout():
+        status = run()
+    sys.exit(status)
+
+
+def run() -> int:
+    """Returns the exit status; every failure is one sentence on stderr and status 2."""
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    with shell_words():
+        return _run()
+
+
+def _run() -> int:
+    try:
+        status = app(standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except SystemExit as ended:
+        # As `shardwise plan … | head` does: nobody reads on, which typer ends with 1.
+        if isinstance(ended.__context__, BrokenPipeError):
+            _close_stdout()
+            return 141
+        return ended.code if isinstance(ended.code, int) else 2
+    except KeyboardInterrupt:
+        return 130
+    except UnwritableError as error:
+        _close_stdout()
+        print(f"shardwise: {error}", file=sys.stderr)
+        return 2
+    except Exception as error:
+        print(f"shardwise: {_sentence(error)}", file=sys.stderr)
+        return 2
+
+
+def _close_stdout() -> None:
+    """Sends what is left to nowhere: Python would complain at exit that it cannot be written."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout().fileno())
+
+
+def _example(error: Any) -> str:
+    """Returns the first example of the help of the command that an error is about."""
+    lines = error.ctx.command.help.partition("\n  shardwise ")[2].splitlines()
+    example = [lines[0]]
+    for line in lines[1:]:
+        if not example[-1].endswith("\\"):
+            break
+        example.append(line.strip())
+    return "shardwise " + " ".join(line.removesuffix("\\").strip() for line in example)
+
+
+def _sentence(error: Exception) -> str:
+    # Typer's own errors (a wrong option, a missing argument) carry a ready message.
+    ready = getattr(error, "format_message", None)
+    text = str(ready() if callable(ready) else error)
+    if type(error).__name__ == "MissingParameter":
+        text = f"{text.rstrip('.')}: for example, {_example(error)}"
+    if ready is None:
+        if isinstance(error, OSError) and error.strerror:
+            return f"{error.filename or 'a stream'}: {error.strerror}{at_line_of(error)}"
+        # The package's own errors are sentences, and need no class in front.
+        own = isinstance(error, ValueError) or type(error).__module__.startswith("shardwise")
+        kind = "" if own else f"{type(error).__name__}: "
+        text = f"{kind}{text}{at_line_of(error)}"
+    return " ".join(text.split())

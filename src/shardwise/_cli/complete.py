@@ -1,0 +1,46 @@
+"""What the shell completes: chips, published shapes, strategies, policies. Without JAX, so at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .._chips import CHIPS
+
+STRATEGIES = ("dp", "fsdp", "tensor", "fsdp+tensor")
+POLICIES = (
+    "none",
+    "nothing_saveable",
+    "everything_saveable",
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+)
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Returns what `--on` may be: each chip with a topology of its kind."""
+    chips = []
+    for chip in CHIPS.values():
+        size = "8" if chip.platform == "gpu" else "4"
+        chips.append(f"{chip.name}:{'x'.join([size] * chip.dims)}")
+    return _begin(["here", "none", "cpu:8", *chips], incomplete)
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """Returns the published shapes; a file or a module is the user's own."""
+    from ..models import CONFIGS
+
+    return _begin(CONFIGS, incomplete)
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """Returns the strategies that `--strategy` knows by name."""
+    return _begin(STRATEGIES, incomplete)
+
+
+def complete_policy(incomplete: str) -> list[str]:
+    """Returns the policies that `--remat` is most often given."""
+    return _begin(POLICIES, incomplete)
+
+
+def _begin(words: Iterable[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]

@@ -1,0 +1,104 @@
+"""Recipes by the names of published shapes: `llama3-70b`, with no file at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from .._nnx import Recipe, remat_policy
+from ..models import CONFIGS, Decoder, next_token_loss
+
+_DEFAULT_BATCH = (8, 2048)
+
+
+def is_named(target: str) -> bool:
+    """Says whether a target is a published shape, or looks as if it were meant to be one."""
+    return ":" not in target and not target.endswith(".py")
+
+
+def make_named(name: str) -> Callable[[], nnx.Module]:
+    """Returns the function that makes a model of a published shape.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in CONFIGS:
+        near = difflib.get_close_matches(name, CONFIGS, n=3, cutoff=0.4) or list(CONFIGS)[:5]
+        raise ValueError(
+            f"target {name!r} is no published shape (near ones: {', '.join(near)}; shardwise "
+            f"models lists them), and names no factory: write path/to/file.py:name"
+        )
+    return functools.partial(_make, name)
+
+
+def _make(name: str, remat: str | None = None) -> nnx.Module:
+    return Decoder(dataclasses.replace(CONFIGS[name], remat=remat), rngs=nnx.Rngs(0))
+
+
+def named_recipe(
+    name: str, batch: tuple[int, ...] | None, remat: str | None = "nothing_saveable"
+) -> Recipe:
+    """Returns a recipe that trains a published shape: AdamW, bfloat16 compute, f32 parameters.
+
+    Args:
+        name: of the shape.
+        batch: sequences and tokens of each.
+        remat: what each block keeps for the backward pass, of `jax.checkpoint_policies`; all of
+            it if None.
+    """
+    sizes = batch or _DEFAULT_BATCH
+    if len(sizes) != 2:
+        raise ValueError(
+            f"--batch {'x'.join(map(str, sizes))}: {name} takes sequences x tokens, such as 256x4096"
+        )
+    make_named(name)  # is it one?
+    if remat is not None:
+        remat_policy(remat)
+    return Recipe(
+        model=functools.partial(_make, name, remat),
+        loss=next_token_loss,
+        optimizer=optax.adamw(1e-4),
+        batch=jax.ShapeDtypeStruct(sizes, "int32"),
+        compute_dtype="bfloat16",
+    )
+
+
+def parse_batch(text: str) -> tuple[int, ...]:
+    """Returns the sizes that `256x4096` names.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
+        raise ValueError(f"--batch {text!r}: write sizes, such as 256 or 256x4096")
+    sizes = tuple(int(size[:20]) for size in text.strip().split("x"))
+    if math.prod(sizes) >= 2**53:
+        raise ValueError(f"--batch {text!r}: no batch is that large")
+    return sizes
+
+
+def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:
+    """Returns the recipe with a batch of other sizes: each leaf's first dims become these.
+
+    Raises:
+        ValueError: a leaf has fewer dims.
+    """
+
+    def resized(leaf: Any) -> Any:
+        if len(leaf.shape) < len(sizes):
+            raise ValueError(
+                f"--batch {'x'.join(map(str, sizes))} has {len(sizes)} sizes, but the recipe's "
+                f"batch has a leaf of shape {tuple(leaf.shape)}"
+            )
+        return jax.ShapeDtypeStruct((*sizes, *leaf.shape[len(sizes) :]), leaf.dtype)
+
+    return dataclasses.replace(recipe, batch=jax.tree.map(resized, recipe.batch))

@@ -1,0 +1,417 @@
+"""What the commands share: the application, their options, and laying a target out.
+
+JAX and Flax are imported by what needs them, not here: help and completion need neither.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._base import claim_stdout, working
+from .complete import complete_devices, complete_policy, complete_strategy, complete_target
+from .help import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
+
+if TYPE_CHECKING:
+    from .._compile import Compiled, Plan
+    from .._layout import Layout
+    from .rules_file import RulesFile
+
+app = typer.Typer(
+    name="shardwise",
+    cls=Group,
+    context_settings={"max_content_width": 110},
+    add_completion=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+command = functools.partial(app.command, cls=Command)
+
+TARGETS = """TARGET is path/to/file.py:name or package.module:name: a function of no arguments
+that returns an nnx.Module, such a module, or a Recipe; or a published shape: see shardwise models."""
+
+
+class Format(enum.StrEnum):
+    """How a result is printed."""
+
+    text = "text"
+    json = "json"
+
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="file.py:name, module:name, or a published shape such as llama3-8b.",
+        autocompletion=complete_target,
+    ),
+]
+MeshOption = Annotated[
+    str,
+    typer.Option(
+        "--mesh",
+        metavar="AXES",
+        help="Axes and sizes, such as data=2,model=4.",
+        rich_help_panel=MODEL,
+    ),
+]
+OnOption = Annotated[
+    str,
+    typer.Option(
+        "--on",
+        metavar="DEVICES",
+        help="none (arithmetic only), here (the devices present), cpu:8 (virtual CPU devices), "
+        "or chips that are not here, such as v5p:4x8x8 or h200:8x8.",
+        rich_help_panel=MODEL,
+        autocompletion=complete_devices,
+    ),
+]
+StrategyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help="dp, fsdp, tensor, or joined by +: fsdp+tensor.",
+        rich_help_panel=MODEL,
+        autocompletion=complete_strategy,
+    ),
+]
+MinBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--min-bytes",
+        metavar="SIZE",
+        help="fsdp splits leaves of this size and larger, such as 64KiB; 0 splits all. By default "
+        "it leaves the smallest, together under 1% of the model and 10% of what a device holds.",
+        rich_help_panel=MODEL,
+    ),
+]
+RulesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--rules",
+        metavar="FILE",
+        help="A TOML file of path patterns, logical names, strategy and min_bytes.",
+        rich_help_panel=MODEL,
+    ),
+]
+BatchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch",
+        metavar="SIZES",
+        help="The batch's first dims, such as 256 or 256x4096 (sequences x tokens).",
+        rich_help_panel=STEP,
+    ),
+]
+RematOption = Annotated[
+    str | None,
+    typer.Option(
+        "--remat",
+        metavar="POLICY",
+        help="What is kept for the backward pass: a name of jax.checkpoint_policies, or none for "
+        "no rematerialisation. Published shapes keep nothing of a block unless told.",
+        rich_help_panel=STEP,
+        autocompletion=complete_policy,
+    ),
+]
+InputsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        metavar="SHAPES",
+        help="What the model is called with, such as int32[8,128], several joined by ; with names "
+        'as in tokens=int32[8,128], or a dict as {"x": "float32[8,16]"}; the tensor strategy '
+        "then traces the forward pass instead of guessing.",
+        rich_help_panel=MODEL,
+    ),
+]
+MethodOption = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="NAME",
+        help="The method of the model that --inputs are given to, if it is not __call__.",
+        rich_help_panel=MODEL,
+    ),
+]
+CompileOption = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP),
+]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="How to print it; docs/reference/json.md describes the JSON.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        import importlib.metadata
+
+        typer.echo(f"shardwise {importlib.metadata.version('shardwise')}")
+        raise typer.Exit()
+
+
+@app.callback(help=ABOUT, epilog=ENDING)
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version),
+    ] = False,
+) -> None:
+    """Holds the help of the command itself."""
+
+
+def lay_out(
+    target: str,
+    mesh: str,
+    on: str,
+    strategy: str | None,
+    rules: str | None,
+    inputs: str | None,
+    batch: str | None = None,
+    remat: str | None = None,
+    *,
+    method: str | None = None,
+    min_bytes: str | None = None,
+) -> tuple[Any, Layout]:
+    """Returns what the target names, and its layout."""
+    if method is not None and inputs is None:
+        raise ValueError(f"--method {method} needs --inputs: what it is called with")
+    with working(f"laying out {target}"):
+        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method, min_bytes)
+
+
+def _lay_out(
+    target: str,
+    mesh: str,
+    on: str,
+    strategy: str | None,
+    rules: str | None,
+    inputs: str | None,
+    batch: str | None,
+    remat: str | None,
+    method: str | None,
+    min_bytes: str | None,
+) -> tuple[Any, Layout]:
+    import dataclasses
+
+    import jax
+
+    from .._layout import layout
+    from .._nnx import Recipe
+    from .named import is_named, named_recipe, parse_batch, with_batch
+    from .rules_file import read_rules
+    from .target import contained, load_target, parse_inputs
+
+    # What the user's own code prints must not stand in our output.
+    claim_stdout()
+    sizes = parse_batch(batch) if batch is not None else None
+    if remat is not None:
+        _require_policy(remat)
+    # The mesh comes first: importing the target may start a backend with too few devices.
+    if on != "here":
+        # No accelerator is meant, so none is looked for, nor heard of.
+        jax.config.update("jax_platforms", "cpu")
+    made_mesh = _make_mesh(mesh, on)
+    shapes = parse_inputs(inputs) if inputs is not None else None
+    file = read_rules(rules) if rules is not None else None
+    given = [*(file.rules if file is not None else []), *_strategy(file, strategy, min_bytes)]
+    logical = file.logical if file is not None else None
+    if is_named(target):
+        policy = remat or "nothing_saveable"
+        found: Any = named_recipe(target, sizes, None if policy == "none" else policy)
+        # Its model takes the batch as it is, so it can always be traced.
+        shapes = shapes or (found.batch,)
+    else:
+        found = load_target(target)
+        if remat is not None:
+            if not isinstance(found, Recipe):
+                raise ValueError(f"--remat is for a recipe: target {target!r} is none")
+            policy = None if remat == "none" else remat
+            found = dataclasses.replace(found, remat=policy)
+        if sizes is not None:
+            if not isinstance(found, Recipe):
+                raise ValueError(f"--batch is for a recipe: target {target!r} is none")
+            found = with_batch(found, sizes)
+    with contained(f"making the model of {target}"):
+        # A recipe without --inputs is traced by its loss.
+        made = layout(found, made_mesh, given, logical=logical, inputs=shapes, method=method)
+    return found, made
+
+
+def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | None) -> list[Any]:
+    """Returns the strategy that the rules' file or the options name, in a list, if any does."""
+    from .._base import parse_bytes
+    from .._layout import Named
+
+    if file is not None and file.strategy is not None and strategy is not None:
+        raise ValueError(
+            f"--strategy {strategy} and the rules' strategy {file.strategy!r}: give one"
+        )
+    if file is not None and file.min_bytes is not None and min_bytes is not None:
+        raise ValueError(f"--min-bytes {min_bytes} and the rules' min_bytes: give one")
+    name = strategy if strategy is not None else file.strategy if file is not None else None
+    size = file.min_bytes if file is not None else None
+    option = "the rules' min_bytes"
+    if min_bytes is not None:
+        option = "--min-bytes"
+        try:
+            size = parse_bytes(min_bytes)
+        except ValueError as error:
+            raise ValueError(f"--min-bytes {error}") from error
+    if size is not None and "fsdp" not in (name or ""):
+        has = f"the strategy is {name}" if name is not None else "no strategy is given"
+        raise ValueError(f"{option} is for the strategy fsdp, but {has}")
+    return [Named(name, size)] if name is not None else []
+
+
+def _make_mesh(mesh: str, on: str) -> Any:
+    from .._compile import captured_stderr
+    from .._mesh import mesh as make_mesh
+
+    if on == "here":
+        # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
+        with captured_stderr():
+            return make_mesh(mesh)
+    return make_mesh(mesh, on=on)
+
+
+def _require_policy(remat: str) -> None:
+    from .._nnx import remat_policy
+
+    if remat == "none":
+        return
+    try:
+        remat_policy(remat)
+    except ValueError as error:
+        # A shell cannot give a policy itself.
+        text = str(error).removeprefix("remat=").partition("; others")[0]
+        raise ValueError(f"--remat {text}; or none, for no rematerialisation") from error
+
+
+def require_devices(on: str) -> None:
+    """Raises if there is nothing to compile for."""
+    if on == "none":
+        raise ValueError(
+            "--on none has no devices to compile for: name chips, such as --on v5p:4x8x8 or "
+            "--on h100:8x8, or virtual devices, such as --on cpu:8"
+        )
+
+
+def compile_target(
+    target: str, found: Any, made: Layout, inputs: str | None, method: str | None = None
+) -> Compiled:
+    """Returns what the compiler makes of what `lay_out` returned.
+
+    Raises:
+        ValueError: the layout has errors, or it is not known what a model is called with.
+    """
+    from .._check import LayoutError
+    from .._compile import compile as compile_step
+    from .._mesh import target_of
+    from .._nnx import Recipe
+    from .target import parse_inputs
+
+    if not isinstance(found, Recipe) and inputs is None:
+        raise ValueError(
+            f"target {target!r} is a model: say what it is called with, such as "
+            f"--inputs 'int32[8,128]'; or name a Recipe, for a training step"
+        )
+    # A recipe has its batch: inputs are for its layout alone.
+    shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
+    chips = target_of(made.mesh)
+    where = f" for {chips}" if chips is not None else ""
+    try:
+        with working(f"compiling {target}{where}"):
+            return compile_step(
+                found, made, inputs=shapes, method=method if shapes else None, show=False
+            )
+    except LayoutError as error:
+        more = len(error.findings) - 1
+        rest = f"; and {more} more, which shardwise check shows" if more else ""
+        raise ValueError(
+            f"nothing was compiled, since the layout has errors: {error.findings[0].concise}{rest}"
+        ) from error
+
+
+def plan_target(
+    target: str,
+    found: Any,
+    made: Layout,
+    inputs: str | None,
+    method: str | None = None,
+    *,
+    compile: bool,
+) -> Plan:
+    """Returns what is known of what `lay_out` returned, compiled too unless it has errors."""
+    import dataclasses
+
+    from .._compile import plan_of
+
+    known = plan_of(found, made)
+    if not compile or known.findings.errors:
+        return known
+    return dataclasses.replace(known, compiled=compile_target(target, found, made, inputs, method))
+
+
+def require_writable(
+    path: str | None, option: str = "--save", *, inputs: Iterable[str | None] = ()
+) -> None:
+    """Raises if a file cannot be written: better before the work than after it.
+
+    Args:
+        path: the file, if any.
+        option: that names it.
+        inputs: what the command reads: targets and files, which must not be overwritten.
+    """
+    if path is None:
+        return
+    if path in ("", "-"):
+        raise ValueError(f"{option} {path!r} is not a file: name one, or /dev/stdout to print it")
+    place = Path(path)
+    if place.is_dir():
+        raise ValueError(f"{option} {path} is a folder: name a file")
+    parent = Path(os.path.realpath(place)).parent if place.is_symlink() else place.parent
+    if not place.exists() and not parent.is_dir():
+        raise ValueError(f"{option} {path} cannot be written: there is no folder {parent}")
+    if not os.access(place if place.exists() else parent, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written: permission denied")
+    for given in inputs:
+        if given is not None and any(_is_same(place, read) for read in _files_of(given)):
+            raise ValueError(
+                f"{option} {path} would overwrite {given}, which this command reads: name another "
+                f"file"
+            )
+
+
+def _files_of(given: str) -> list[Path]:
+    """Returns the files that a target, or the name of a file, may be read from."""
+    place = given.rpartition(":")[0]
+    return [Path(given), Path(place), Path(f"{place.replace('.', '/')}.py")]
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.samefile(other)
+
+
+def save_to(path: str | None, made: Layout | Compiled) -> None:
+    """Writes what `--save` asks for, and says so."""
+    if path is None:
+        return
+    try:
+        made.save(path)
+    except OSError as error:
+        raise ValueError(f"--save {path} cannot be written: {error.strerror}") from error
+    typer.echo(f"saved {path}", err=True)

@@ -1,0 +1,113 @@
+"""The command `check`: every problem of a layout."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import typer
+
+from ..._base import tell
+from ..help import OUTPUT
+from ..options import (
+    TARGETS,
+    InputsOption,
+    MeshOption,
+    MethodOption,
+    MinBytesOption,
+    OnOption,
+    RulesOption,
+    StrategyOption,
+    Target,
+    command,
+    lay_out,
+)
+from .plan import cite
+
+
+class CheckFormat(enum.StrEnum):
+    """How findings are printed."""
+
+    text = "text"
+    concise = "concise"
+    json = "json"
+    github = "github"
+
+
+@command(
+    help=f"""Check a layout: every problem at once, with its code, path, numbers and help.
+
+The page of a code is printed by shardwise explain SW104.
+
+{TARGETS}
+
+Examples:
+
+\b
+  shardwise check shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor
+
+\b
+  shardwise check model.py:make --mesh data=8,model=4 --rules rules.toml --format github
+
+\b
+  shardwise check model.py:make --mesh data=8 --allow "SW105:embed.**"
+
+Exit status: 0 clean, 1 findings, 2 could not run."""
+)
+def check(
+    target: Target,
+    mesh: MeshOption,
+    on: OnOption = "none",
+    strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
+    rules: RulesOption = None,
+    inputs: InputsOption = None,
+    method: MethodOption = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="CODE:PATTERN",
+            help="A finding that is intentional; may be given several times.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    format: Annotated[
+        CheckFormat,
+        typer.Option(
+            "--format",
+            help="How to print findings: in full, one line each, as JSON "
+            "(docs/reference/json.md), or as annotations of GitHub Actions.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = CheckFormat.text,
+) -> None:
+    """Checks a layout and prints its findings."""
+    from ..._check import check as check_layout
+
+    allowed = _parse_allow(allow or [])
+    _, made = lay_out(target, mesh, on, strategy, rules, inputs, method=method, min_bytes=min_bytes)
+    findings = check_layout(made, allow=allowed)
+    match format:
+        case CheckFormat.json:
+            tell(findings.to_json())
+        case CheckFormat.concise:
+            for finding in findings:
+                tell(finding.concise)
+        case CheckFormat.github:
+            for finding in findings:
+                tell(finding.github)
+        case CheckFormat.text:
+            tell(str(findings))
+            cite(findings)
+    raise typer.Exit(1 if findings else 0)
+
+
+def _parse_allow(given: list[str]) -> dict[str, list[str]]:
+    allowed: dict[str, list[str]] = {}
+    for text in given:
+        code, colon, pattern = text.partition(":")
+        if not colon or not pattern:
+            raise ValueError(f"--allow {text!r}: write CODE:PATTERN, such as SW105:embed.**")
+        allowed.setdefault(code, []).append(pattern)
+    return allowed

@@ -1,0 +1,101 @@
+"""The command `compile`: the real step by the real compiler."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..._base import tell, tell_json
+from ..help import OUTPUT
+from ..options import (
+    TARGETS,
+    BatchOption,
+    Format,
+    FormatOption,
+    InputsOption,
+    MeshOption,
+    MethodOption,
+    MinBytesOption,
+    OnOption,
+    RematOption,
+    RulesOption,
+    StrategyOption,
+    Target,
+    command,
+    compile_target,
+    lay_out,
+    require_devices,
+    require_writable,
+    save_to,
+)
+
+
+@command(
+    name="compile",
+    help=f"""Compile the training step with the real compiler of the chips, which need not be here.
+
+The verdict comes first: whether it fits, and how much is to spare. Then the memory of one device,
+drawn against what it can hold, collectives by axis with the lines that caused them, and findings.
+Of a model that is no recipe, the forward pass is compiled: say what it is called with.
+
+{TARGETS}
+
+Examples:
+
+\b
+  shardwise compile shardwise.examples.decoder:make --mesh data=2,model=4 --on v5e:2x4 \\
+    --strategy fsdp+tensor --inputs "int32[8,128]"
+
+\b
+  shardwise compile train.py:recipe --mesh data=4 --on h100:1x4 --strategy fsdp --batch 64 \\
+    --save compiled.json
+
+\b
+  shardwise compile train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --format json
+
+A published shape takes longer: llama3-8b on 64 H100 half a minute, llama3-70b on 256 v5p a whole
+one. It is kept, so that the same question is answered at once.
+
+Exit status: 0 fits, 1 does not fit, 2 could not run.""",
+)
+def compile_command(
+    target: Target,
+    mesh: MeshOption,
+    on: OnOption = "here",
+    strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
+    rules: RulesOption = None,
+    inputs: InputsOption = None,
+    method: MethodOption = None,
+    batch: BatchOption = None,
+    remat: RematOption = None,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write it as JSON, to compare with later.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Compiles a step and says what it costs."""
+    require_devices(on)
+    require_writable(save, inputs=(target, rules))
+    found, made = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
+    )
+    compiled = compile_target(target, found, made, inputs, method)
+    save_to(save, compiled)  # before anything is printed: whoever reads that may leave early
+    if format is Format.json:
+        tell_json(compiled.to_dict())
+    else:
+        from ..bars import bar
+
+        tell(compiled.verdict)
+        if compiled.memory is not None:
+            tell(bar(compiled.memory.parts, compiled.memory.capacity))
+        tell(f"\n{compiled.details}")
+    raise typer.Exit(1 if compiled.fits is False else 0)

@@ -1,0 +1,262 @@
+"""The command that draws: `report`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..._base import tell, working
+from ..complete import complete_devices, complete_strategy, complete_target
+from ..help import MODEL, OUTPUT
+from ..options import (
+    BatchOption,
+    CompileOption,
+    InputsOption,
+    MethodOption,
+    MinBytesOption,
+    OnOption,
+    RematOption,
+    RulesOption,
+    StrategyOption,
+    command,
+    lay_out,
+    plan_target,
+    require_devices,
+    require_writable,
+)
+
+if TYPE_CHECKING:
+    from ..._compile import Plan
+
+_AGAINST = "Beside it"
+
+
+@command(
+    help="""Draw a layout, or its compilation, as one HTML page that any browser opens from disk.
+
+The verdict and findings, memory against the device's, the model as a tree and by size, each leaf
+as it is cut over the mesh, each device with what it holds, and, with --compile, every collective
+with its line. TARGET is as in shardwise plan; or a file: a lockfile of plan --save, or what
+compile --save wrote. With --against, or any option that begins so, two are drawn side by side.
+
+Examples:
+
+\b
+  shardwise report shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor \\
+    -o report.html
+
+\b
+  shardwise report shardwise.examples.text:recipe --mesh data=8 --on cpu:8 --strategy fsdp \\
+    --compile -o report.html
+
+\b
+  shardwise report shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor \\
+    --against-mesh data=8 --against-strategy fsdp -o two.html
+
+Exit status: 0 drawn and sound, 1 drawn, but there are errors or it does not fit, 2 could not run.""",
+)
+def report(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="file.py:name, module:name, a published shape such as llama3-8b, or a saved file.",
+            autocompletion=complete_target,
+        ),
+    ],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="The page to write.", rich_help_panel=OUTPUT
+        ),
+    ],
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="AXES",
+            help="Axes and sizes, such as data=2,model=4; a saved file has its own.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    on: OnOption = "none",
+    strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
+    rules: RulesOption = None,
+    inputs: InputsOption = None,
+    method: MethodOption = None,
+    batch: BatchOption = None,
+    remat: RematOption = None,
+    compile: CompileOption = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against",
+            metavar="TARGET",
+            help="Another target, or a saved file; the same one if only its options differ.",
+            rich_help_panel=_AGAINST,
+            autocompletion=complete_target,
+        ),
+    ] = None,
+    against_mesh: Annotated[
+        str | None,
+        typer.Option("--against-mesh", metavar="AXES", help="Its mesh.", rich_help_panel=_AGAINST),
+    ] = None,
+    against_on: Annotated[
+        str | None,
+        typer.Option(
+            "--against-on",
+            metavar="DEVICES",
+            help="Its devices.",
+            rich_help_panel=_AGAINST,
+            autocompletion=complete_devices,
+        ),
+    ] = None,
+    against_strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--against-strategy",
+            metavar="NAME",
+            help="Its strategy.",
+            rich_help_panel=_AGAINST,
+            autocompletion=complete_strategy,
+        ),
+    ] = None,
+    against_min_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--against-min-bytes",
+            metavar="SIZE",
+            help="What its fsdp splits from.",
+            rich_help_panel=_AGAINST,
+        ),
+    ] = None,
+    against_rules: Annotated[
+        str | None,
+        typer.Option(
+            "--against-rules", metavar="FILE", help="Its rules.", rich_help_panel=_AGAINST
+        ),
+    ] = None,
+) -> None:
+    """Draws a page."""
+    require_writable(output, "--output", inputs=(target, against, rules, against_rules))
+    _require_own(
+        target,
+        {
+            "--mesh": mesh,
+            "--on": None if on == "none" else on,
+            "--strategy": strategy,
+            "--min-bytes": min_bytes,
+            "--rules": rules,
+            "--inputs": inputs,
+            "--method": method,
+            "--batch": batch,
+            "--remat": remat,
+            "--compile": "yes" if compile else None,
+        },
+    )
+    _require_own(
+        against or "",
+        {
+            "--against-mesh": against_mesh,
+            "--against-on": against_on,
+            "--against-strategy": against_strategy,
+            "--against-min-bytes": against_min_bytes,
+            "--against-rules": against_rules,
+        },
+    )
+    step = {"inputs": inputs, "method": method, "batch": batch, "remat": remat, "compile": compile}
+    how = {
+        "mesh": mesh, "on": on, "strategy": strategy, "min_bytes": min_bytes, "rules": rules,
+    }  # fmt: skip
+    other = {
+        "mesh": against_mesh, "on": against_on, "strategy": against_strategy,
+        "min_bytes": against_min_bytes, "rules": against_rules,
+    }  # fmt: skip
+    _reserve_devices(on, against_on)
+    plans = [_plan(target, **how, **step)]
+    if against is not None or any(value is not None for value in other.values()):
+        # What is not said of the other is as with the first; rules and a strategy, only together.
+        if against_strategy is not None or against_rules is not None:
+            how |= {"strategy": None, "min_bytes": None, "rules": None}
+        how |= {name: value for name, value in other.items() if value is not None}
+        plans.append(_plan(against or target, **how, **step))
+    from ..._report import report_of_plans
+
+    with working(f"drawing {target}"):
+        made = report_of_plans(plans)
+        try:
+            made.save(output)
+        except OSError as error:
+            raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
+    for name, known in plans:
+        tell(f"{name}: {known.verdict}" if len(plans) > 1 else known.verdict)
+    tell(f"wrote {output} ({len(made.html.encode()) / 1024:.0f} KiB): open it in a browser")
+    raise typer.Exit(0 if all(known.usable for _, known in plans) else 1)
+
+
+def _reserve_devices(*given: str | None) -> None:
+    """Asks for as many virtual CPU devices as the larger of two needs, before JAX starts them."""
+    import jax
+
+    counts = [on.strip().lower().partition("cpu:")[2] for on in given if on is not None]
+    wanted = [int(count) for count in counts if count.isdecimal() and len(count) < 5]
+    if len(wanted) > 1:
+        with contextlib.suppress(RuntimeError):  # they run already
+            jax.config.update("jax_num_cpu_devices", max(wanted))
+
+
+def _require_own(target: str, options: dict[str, str | None]) -> None:
+    given = next((name for name, value in options.items() if value is not None), None)
+    if target.endswith(".json") and given is not None:
+        raise ValueError(f"{given} is not for {target}: a saved file is drawn as it is")
+
+
+def _plan(
+    target: str,
+    *,
+    mesh: str | None,
+    on: str,
+    strategy: str | None,
+    min_bytes: str | None,
+    rules: str | None,
+    inputs: str | None,
+    method: str | None,
+    batch: str | None,
+    remat: str | None,
+    compile: bool,
+) -> tuple[str, Plan]:
+    if target.endswith(".json"):
+        return target, _saved(target)
+    if mesh is None:
+        raise ValueError("--mesh is missing: give axes and sizes, such as --mesh data=2,model=4")
+    if compile:
+        require_devices(on)
+    found, made = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
+    )
+    least = f"min-bytes={min_bytes}" if min_bytes is not None else None
+    parts = (target, mesh, strategy, least, rules, on if on != "none" else None)
+    name = " ".join(part for part in parts if part)
+    return name, plan_target(target, found, made, inputs, method, compile=compile)
+
+
+def _saved(path: str) -> Plan:
+    from ..._compile import Plan, load_compiled
+    from ..._layout import load_layout
+
+    content: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    # Only a compilation says for which devices it is.
+    if isinstance(content, dict) and "target" in content:
+        return Plan(None, load_compiled(path))
+    if content is not None and not (isinstance(content, dict) and "format" in content):
+        raise ValueError(
+            f"{path} is not a saved file: plan --save writes layouts, compile --save compilations"
+        )
+    return Plan(load_layout(path))

@@ -1,0 +1,53 @@
+"""The command `chips`: what is known of each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..._base import tell, tell_json
+from ..._chips import CHIPS
+from ..options import (
+    Format,
+    FormatOption,
+    command,
+)
+
+
+@command(
+    help="""Print what is known of each chip that a mesh can be made of.
+
+Facts of the makers' datasheets, and of the compilers; the last column says which.
+
+Example:
+
+\b
+  shardwise chips --format json"""
+)
+def chips(format: FormatOption = Format.text) -> None:
+    """Prints the table of chips."""
+    from ..._base import show_bytes, text_table
+
+    if format is Format.json:
+        tell_json([dataclasses.asdict(chip) for chip in CHIPS.values()])
+        return
+    header = (
+        "chip", "JAX calls it", "topology", "HBM", "usable by a device", "HBM/s", "bf16 flop/s",
+        "link/s", "network/s", "devices/chip", "source",
+    )  # fmt: skip
+    rows = [
+        (
+            chip.name,
+            chip.kind,
+            "hosts x GPUs" if chip.platform == "gpu" else "x".join("ABC"[: chip.dims]),
+            f"{chip.hbm_bytes / 1e9:.0f} GB",
+            show_bytes(chip.capacity_bytes),
+            f"{chip.hbm_bytes_per_second / 1e12:.2f} TB",
+            f"{chip.bf16_flops_per_second / 1e12:.0f} T",
+            f"{chip.link_bytes_per_second / 1e9:.0f} GB",
+            f"{chip.network_bytes_per_second / 1e9:.1f} GB",
+            str(chip.devices_per_chip),
+            chip.source,
+        )
+        for chip in CHIPS.values()
+    ]
+    tell(text_table(header, rows, right=range(3, 10)))

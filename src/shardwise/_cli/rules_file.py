@@ -1,0 +1,83 @@
+"""Rules in a TOML file: path patterns, logical names and a strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from .._base import BYTES_FORM, parse_bytes
+from .._layout import Logical
+from .._mesh import parse_spec
+
+_FORM = (
+    'it may hold strategy = "fsdp" with min_bytes = "64KiB", a table [logical] with mlp = "model" or embed = [], and '
+    'tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RulesFile:
+    """What a rules file says.
+
+    Attributes:
+        rules: dicts of path patterns, in order.
+        logical: where names go.
+        strategy: a strategy's name, or None.
+        min_bytes: what that strategy's fsdp splits from, or None for its own choice.
+    """
+
+    rules: list[Any]
+    logical: Logical
+    strategy: str | None
+    min_bytes: int | None = None
+
+
+def read_rules(path: str | os.PathLike[str]) -> RulesFile:
+    """Returns the rules of a TOML file.
+
+    Raises:
+        ValueError: it cannot be read, or says something else.
+    """
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the rules {path} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"the rules {path} are not TOML: {error}") from error
+    unknown = [key for key in data if key not in ("strategy", "min_bytes", "logical", "rules")]
+    if unknown:
+        raise ValueError(f"the rules {path} have {unknown[0]!r}, which means nothing: {_FORM}")
+    strategy, logical, tables = data.get("strategy"), data.get("logical", {}), data.get("rules", [])
+    if isinstance(tables, dict):
+        tables = [tables]
+    well_formed = (
+        (strategy is None or isinstance(strategy, str))
+        and isinstance(logical, dict)
+        and isinstance(tables, list)
+        and all(isinstance(table, dict) for table in tables)
+    )
+    if not well_formed:
+        raise ValueError(f"the rules {path} are not of the form that is read: {_FORM}")
+    rules = []
+    for table in tables:
+        for pattern, spec in table.items():
+            if not isinstance(spec, str):
+                raise ValueError(
+                    f"the rules {path} give pattern {pattern!r} {spec!r}: "
+                    f"write the spec as a string, such as \"P(None, 'model')\""
+                )
+        rules.append({pattern: parse_spec(spec) for pattern, spec in table.items()})
+    return RulesFile(rules, logical, strategy, _min_bytes(path, data.get("min_bytes")))
+
+
+def _min_bytes(path: str | os.PathLike[str], given: Any) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, str | int) and not isinstance(given, bool):
+        with contextlib.suppress(ValueError):
+            return parse_bytes(str(given))
+    raise ValueError(f"the rules {path} have min_bytes = {given!r}: {BYTES_FORM}")

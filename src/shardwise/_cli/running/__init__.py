@@ -1,0 +1,6 @@
+"""Commands that run, on devices that are here."""
+
+from . import checkpoints as checkpoints
+from . import demo as demo
+from . import launch as launch
+from . import train as train

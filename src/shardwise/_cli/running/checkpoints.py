@@ -1,0 +1,165 @@
+"""The command `checkpoints`: list them, or check one before a restore."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..._base import tell, tell_json
+from ..help import MODEL
+from ..options import (
+    Format,
+    FormatOption,
+    InputsOption,
+    MinBytesOption,
+    OnOption,
+    RulesOption,
+    StrategyOption,
+    command,
+    lay_out,
+)
+from .train import RECIPES
+
+if TYPE_CHECKING:
+    from ..._checkpoint import Checkpoints
+
+
+_PREFLIGHT = "The preflight"
+
+
+@command(
+    help=f"""List the checkpoints of a run, or check what restoring one would find.
+
+{RECIPES}
+
+The preflight reads metadata alone: what is missing, extra or of another shape, which arrays would
+be split otherwise, and how many bytes each process reads (exact).
+
+Examples:
+
+\b
+  shardwise checkpoints runs/a
+
+\b
+  shardwise checkpoints runs/a --preflight shardwise.examples.text:recipe --mesh data=4,model=2 \\
+    --on cpu:8 --strategy fsdp+tensor
+
+Exit status: 0 listed or restorable, 1 not restorable so, 2 could not run."""
+)
+def checkpoints(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="Where the checkpoints are.")],
+    preflight: Annotated[
+        str | None,
+        typer.Option(
+            "--preflight",
+            metavar="TARGET",
+            help="A Recipe to restore with.",
+            rich_help_panel=_PREFLIGHT,
+        ),
+    ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="N",
+            help="Show this step alone; or check it, the newest without.",
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            "--mesh",
+            metavar="AXES",
+            help="The mesh to restore onto.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None,
+    on: OnOption = "none",
+    strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
+    rules: RulesOption = None,
+    inputs: InputsOption = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Lists checkpoints, or checks one before a restore."""
+    from ..._checkpoint import Checkpoints
+    from ..._nnx import Recipe
+
+    if step is not None and step < 0:
+        raise ValueError(f"--step must be a non-negative integer, got {step}")
+    store = Checkpoints(directory)
+    if preflight is None:
+        here = None if on == "none" else on
+        options = {"--mesh": mesh, "--on": here, "--strategy": strategy, "--rules": rules}
+        for name, value in {**options, "--inputs": inputs}.items():
+            if value is not None:
+                raise ValueError(
+                    f"{name} is for a preflight: give --preflight TARGET too, the Recipe to "
+                    f"restore with"
+                )
+        _list(store, format, step)
+        return
+    if mesh is None:
+        raise ValueError("--preflight needs --mesh, the mesh to restore onto")
+    recipe, made = lay_out(preflight, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"target {preflight!r} is a {type(recipe).__name__}: a preflight needs a Recipe"
+        )
+    found = store.preflight(recipe, made, step=step)
+    if format is Format.json:
+        rows = [finding.to_dict() for finding in found.findings]
+        tell_json(
+            {
+                "step": found.step,
+                "findings": rows,
+                "read_bytes": {str(k): v for k, v in found.read_bytes.items()},
+                "total_bytes": found.total_bytes,
+            }
+        )
+    else:
+        tell(str(found))
+    raise typer.Exit(1 if found.findings.errors else 0)
+
+
+def _list(store: Checkpoints, format: Format, step: int | None) -> None:
+    from ..._base import count, show_bytes, text_table
+
+    steps = [each for each in store.steps() if step in (None, each)]
+    if not steps:
+        store.about(step)  # says what is there instead
+    rows: list[dict[str, Any]] = []
+    for step in steps:
+        try:
+            about = {k: v for k, v in store.about(step).items() if k != "arrays"}
+            rows.append({**about, "damaged": None})
+        except ValueError as error:
+            rows.append({"step": step, "damaged": str(error)})
+    if format is Format.json:
+        tell_json(rows)
+        return
+    cells = []
+    for row in rows:
+        if row["damaged"]:
+            cells.append((str(row["step"]), "damaged", "", "", "", ""))
+            print(f"shardwise: {row['damaged']}", file=sys.stderr)
+            continue
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_at"]))
+        size = show_bytes(row["bytes"])
+        cells.append(
+            (
+                str(row["step"]),
+                size,
+                row["mesh"],
+                row["devices"],
+                str(row["processes"]),
+                when,
+            )
+        )
+    header = ("step", "size", "mesh", "devices", "processes", "saved")
+    total = sum(row.get("bytes", 0) for row in rows)
+    caption = f"{count(len(rows), 'checkpoint')} in {store.directory}: {show_bytes(total)} (exact)"
+    tell(text_table(header, cells, caption))

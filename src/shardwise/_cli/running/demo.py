@@ -1,0 +1,43 @@
+"""The command `demo`: everything at once, on virtual devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..options import command
+
+_RUN = "The run"
+
+
+@command(
+    help="""See it all at once: a small transformer on eight virtual CPU devices, in about a minute.
+
+Lays it out, checks it, initialises it in its shards, trains, saves, restores onto another mesh,
+and goes on.
+
+Example:
+
+\b
+  shardwise demo --steps 4"""
+)
+def demo(
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Steps to train.", rich_help_panel=_RUN)
+    ] = 40,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoints",
+            metavar="DIR",
+            help="Where to save; a new folder without.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+) -> None:
+    """Runs the demonstration."""
+    from .tour import run_tour
+
+    run_tour(steps, Path(directory) if directory else None)

@@ -1,0 +1,130 @@
+"""The demonstration: every part of a run, on eight virtual CPU devices."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.text import Text
+
+from ..._base import show_bytes, tell, working
+from ..._check import audit, check
+from ..._checkpoint import Checkpoints
+from ..._layout import Layout, fsdp, layout, tensor
+from ..._mesh import mesh, show_mesh
+from ..._nnx import Recipe
+from ..._step import TrainState
+from ..._train import Data, fit, train_state
+
+
+def run_tour(steps: int, directory: Path | None) -> None:
+    """Shows a run from its layout to a restore on another mesh, on stdout.
+
+    Raises:
+        ValueError: the run is too short, or the folder has checkpoints already.
+    """
+    if steps < 4:
+        raise ValueError(f"--steps {steps} is too short to show anything: give 4 or more")
+    began = time.perf_counter()
+    heading = _Headings()
+    # No accelerator is used, so none is looked for: those that are not here would be heard of.
+    jax.config.update("jax_platforms", "cpu")
+    # The mesh comes first: the example may start a backend with too few devices.
+    first = mesh("data=2,model=4", on="cpu:8")
+    from ...examples import text
+
+    recipe, samples = text.recipe, text.data()
+    store = Checkpoints(directory or tempfile.mkdtemp(prefix="shardwise-"), every=steps // 2)
+    if store.steps():
+        raise ValueError(f"{store.directory} has checkpoints already: give another folder")
+
+    heading("Lay out", "a decoder that knows nothing of meshes, tensor-parallel and FSDP")
+    rules = [tensor("model"), fsdp("data", min_bytes=2**14)]
+    with working("laying out"):
+        plan = layout(recipe.model, first, rules, inputs=recipe.batch)
+    tell(str(plan))
+
+    heading("Check", "every problem at once")
+    tell(str(check(plan)))
+
+    heading("Initialise", "straight into the shards")
+    with working("initialising"):
+        state = jax.block_until_ready(train_state(recipe, plan))
+    model = state.to_model(recipe.model)
+    tell(f"planned against live: {audit(plan, model)}")
+    moments = plan.for_optimizer(recipe.optimizer)
+    planned = plan.bytes_per_device + moments.bytes_per_device
+    tell(
+        f"each device holds {show_bytes(_held(state))} (measured), planned "
+        f"{show_bytes(planned)} of {show_bytes(plan.total_bytes + moments.total_bytes)} (exact)"
+    )
+
+    heading("Train", f"{steps} steps on {show_mesh(first)}, saving every {steps // 2}")
+    straight = fit(recipe, plan, samples, steps=steps, checkpoints=store, log_every=10)
+
+    second = mesh("data=4,model=2", on="cpu:8")
+    heading("Restore", f"the checkpoint of step {steps // 2} onto {show_mesh(second)}")
+    with working("laying out again"):
+        other = layout(recipe.model, second, rules, inputs=recipe.batch)
+        found = store.preflight(recipe, other, step=steps // 2)
+    tell(str(found))
+    again = _go_on(recipe, other, samples, store, steps)
+    apart = max(
+        float(np.max(np.abs(np.asarray(straight.model[path]) - np.asarray(again.model[path]))))
+        for path in straight.model
+    )
+    tell(
+        f"after {steps} steps, half of them on the other mesh, no parameter is further than "
+        f"{apart:.1e} from those of the straight run (measured)"
+    )
+
+    heading("Where it lies", "the same parameter on each mesh, and on disk")
+    path = "blocks.0.up"
+    for name, made, live in (("planned", plan, straight), ("restored", other, again)):
+        tell(f"{name:9}{show_mesh(made.mesh):16}{path} {_where(made, live, path)}")
+    tell(f"{'on disk':9}{store.directory}: steps {', '.join(map(str, store.steps()))}")
+    tell(f"\n{time.perf_counter() - began:.0f} seconds. Next: shardwise train --help")
+
+
+def _go_on(
+    recipe: Recipe, other: Layout, samples: Data, store: Checkpoints, steps: int
+) -> TrainState:
+    """Returns the state after the second half, from the middle checkpoint on."""
+    with tempfile.TemporaryDirectory() as folder:
+        middle = Checkpoints(folder)
+        (Path(folder) / str(steps // 2)).symlink_to(store.directory / str(steps // 2))
+        return fit(recipe, other, samples, steps=steps, checkpoints=middle, log_every=10)
+
+
+def _held(state: TrainState) -> int:
+    """Returns the bytes that the first device holds."""
+    device = jax.local_devices()[0]
+    return sum(
+        shard.data.nbytes
+        for x in jax.tree.leaves(state)
+        for shard in x.addressable_shards
+        if shard.device == device
+    )
+
+
+def _where(made: Layout, live: TrainState, path: str) -> str:
+    shards = live.model[path].addressable_shards
+    leaf = made[path]
+    return (
+        f"{list(leaf.shape)} as {leaf.spec}: {len(shards)} shards of {list(shards[0].data.shape)}, "
+        f"{leaf.copies} of each"
+    )
+
+
+class _Headings:
+    """Prints numbered headings."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __call__(self, title: str, told: str) -> None:
+        self.number += 1
+        tell(Text(f"\n{self.number}. {title}: {told}", "bold"))

@@ -1,0 +1,245 @@
+"""The command `train`: a recipe, trained, with checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..._base import tell_json
+from ..help import OUTPUT
+from ..options import (
+    Format,
+    FormatOption,
+    InputsOption,
+    MeshOption,
+    MinBytesOption,
+    OnOption,
+    RulesOption,
+    StrategyOption,
+    command,
+    lay_out,
+)
+
+if TYPE_CHECKING:
+    from ..._checkpoint import Checkpoints
+    from ..._layout import Layout
+    from ..._nnx import Recipe
+
+RECIPES = """TARGET is path/to/file.py:name or package.module:name, and names a Recipe."""
+
+
+_RUN, _DATA = "The run", "The data"
+
+RecipeTarget = Annotated[
+    str, typer.Argument(metavar="TARGET", help="file.py:name or module:name of a Recipe.")
+]
+
+
+@command(
+    help=f"""Train a recipe, and save checkpoints.
+
+{RECIPES} The data is --data, or what stands beside the recipe under the name data. Progress goes
+to stderr; --format json prints a summary to stdout when it is done.
+
+Examples:
+
+\b
+  shardwise train shardwise.examples.text:recipe --mesh data=8 --on cpu:8 --strategy fsdp \\
+    --steps 2 --checkpoints runs/a
+
+\b
+  shardwise train train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --steps 4 \\
+    --data tokens.npy --length 128 --format json
+
+On many processes: shardwise launch --help.
+
+Exit status: 0 trained, 2 could not run, 143 or 130 stopped by SIGTERM or SIGINT after saving."""
+)
+def train(
+    target: RecipeTarget,
+    mesh: MeshOption,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", metavar="N", help="How many steps in all.", min=1, rich_help_panel=_RUN
+        ),
+    ],
+    on: OnOption = "here",
+    strategy: StrategyOption = None,
+    min_bytes: MinBytesOption = None,
+    rules: RulesOption = None,
+    inputs: InputsOption = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="SOURCE",
+            help="file.py:name or module:name of a sw.data or a function that returns one, or a "
+            "file of tokens with --length.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            metavar="N",
+            help="Tokens of one sample of a file.",
+            min=1,
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="Dtype of a raw file of tokens.",
+            rich_help_panel=_DATA,
+        ),
+    ] = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option("--checkpoints", metavar="DIR", help="Where to save.", rich_help_panel=_RUN),
+    ] = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--every", metavar="N", help="Save after so many steps.", min=1, rich_help_panel=_RUN
+        ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes", metavar="M", help="Save after so many minutes.", rich_help_panel=_RUN
+        ),
+    ] = None,
+    keep: Annotated[
+        int,
+        typer.Option(
+            "--keep", metavar="N", help="Checkpoints to keep.", min=1, rich_help_panel=_RUN
+        ),
+    ] = 3,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint, if there is one.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
+    logs: Annotated[
+        str | None,
+        typer.Option(
+            "--logs",
+            metavar="DIR",
+            help="For metrics.jsonl, TensorBoard and profiles.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    format: FormatOption = Format.text,
+) -> None:
+    """Trains a recipe."""
+    import jax
+
+    from ..._checkpoint import Checkpoints
+    from ..._nnx import Recipe
+    from ..._processes import agreed_steps, distributed, noting_failure, together
+    from ..._train import Stopped, fit
+
+    began = time.perf_counter()
+    if checkpoints is None and (every or minutes or resume):
+        raise ValueError("--every, --minutes and --resume need --checkpoints DIR")
+    distributed()
+    with noting_failure():
+        with together(f"loading {target} and the data"):
+            recipe, made = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
+            if not isinstance(recipe, Recipe):
+                raise ValueError(
+                    f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, with "
+                    f"its loss, optimizer and batch"
+                )
+            samples = _find_data(target, data, length, dtype)
+            store = None
+            if checkpoints is not None:
+                store = Checkpoints(checkpoints, keep=keep, every=every, minutes=minutes)
+        saved = agreed_steps(store) if store is not None else []
+        if saved and not resume:
+            raise ValueError(
+                f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to go on "
+                f"from there, or another directory"
+            )
+        status, last = 0, steps
+        try:
+            state = fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
+            last = int(state.step)
+        except Stopped as stopped:
+            status, last = stopped.status, stopped.step
+    if format is Format.json and jax.process_index() == 0:  # once, however many processes run it
+        first = saved[-1] if saved else 0
+        counted = {"steps": steps, "first_step": first, "last_step": last, "status": status}
+        seconds = time.perf_counter() - began
+        tell_json({**counted, "seconds": seconds, **_summary(recipe, made, store, logs)})
+    if status:
+        raise typer.Exit(status)
+
+
+def _summary(
+    recipe: Recipe, made: Layout, store: Checkpoints | None, logs: str | None
+) -> dict[str, Any]:
+    """Returns what a run's end says of it, besides its steps."""
+    from ..._mesh import show_mesh
+
+    optimizer = made.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
+    metrics = None
+    if logs is not None:
+        # Its last line is cut off where the disk was full.
+        with contextlib.suppress(OSError, ValueError):
+            lines = (Path(logs) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            metrics = json.loads(lines[-1]) if lines else None
+    return {
+        "axes": show_mesh(made.mesh),
+        "devices": made.mesh.size,
+        "bytes_per_device": made.bytes_per_device,
+        "optimizer_bytes_per_device": optimizer.bytes_per_device,
+        "checkpoints": str(store.directory) if store is not None else None,
+        "saved_steps": store.steps() if store is not None else [],
+        "metrics": metrics,
+    }
+
+
+def _find_data(target: str, given: str | None, length: int | None, dtype: str | None) -> Any:
+    from ..._train import Data
+    from ..._train import data as make_data
+    from ..target import load_name
+
+    place = target.rpartition(":")[0]
+    if given is not None and (length is not None or Path(given).is_file()):
+        return make_data(given, length=length, dtype=dtype)
+    if given is not None and ":" not in given:
+        raise ValueError(
+            f"--data {given!r} is not a file: name one of tokens, with --length, or a sw.data as "
+            f"path/to/file.py:name"
+        )
+    name = given if given is not None else f"{place}:data"
+    try:
+        found = load_name(name)
+    except ValueError as error:
+        if given is None:
+            raise ValueError(
+                f"there is no data to train on: give --data, such as --data tokens.npy --length 128, "
+                f"or define data in {place}, as shardwise.examples.text does"
+            ) from error
+        raise
+    samples = found if isinstance(found, Data) or not callable(found) else found()
+    if not isinstance(samples, Data | Iterable):
+        raise ValueError(
+            f"the data {name} is a {type(samples).__name__}: name a sw.data, or an iterable of batches"
+        )
+    return samples

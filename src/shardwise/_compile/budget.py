@@ -1,0 +1,147 @@
+"""Budgets for users' own tests: what a step may cost, and which line made it cost more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._base import show_bytes, show_flops
+from .compiled import Compiled, show_not_counted
+from .hlo import OTHER, Collective
+
+
+class BudgetExceeded(AssertionError):
+    """A compiled step costs more than its budget."""
+
+
+def assert_budget(
+    compiled: Compiled,
+    *,
+    peak_bytes: int | None = None,
+    temporaries_bytes: int | None = None,
+    collectives: Mapping[str, Mapping[str, int]] | None = None,
+    collective_bytes: Mapping[str, int] | None = None,
+    flops: int | None = None,
+) -> None:
+    """Raises an AssertionError that says what costs more than it may, and which line made it.
+
+    Args:
+        compiled: from `sw.compile`.
+        peak_bytes: the most that a device may need.
+        temporaries_bytes: the most that it may need beside its arguments.
+        collectives: how many of each kind a step may run over each axis, such as
+            `{"model": {"all-reduce": 2}}`; over an axis that is named, what is not named is
+            not allowed. Several axes at once are written `"data,model"`.
+        collective_bytes: the most that a device may send over each axis in a step.
+        flops: the most that a device may do in a step.
+
+    Raises:
+        BudgetExceeded: every number that is exceeded is named, and so is one that is not known.
+        ValueError: the budget names an axis that the mesh does not have.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> compiled = sw.compile(recipe, sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp"))
+        >>> sw.assert_budget(compiled, peak_bytes=100_000, collectives={"data": {"all-reduce": 1}})
+        >>> sw.assert_budget(compiled, flops=1000)
+        Traceback (most recent call last):
+        shardwise._budget.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), its budget is 1 kFLOP: 64,536 too many
+    """
+    wrong = [*_memory(compiled, peak_bytes, temporaries_bytes)]
+    found = compiled.by_axis
+    for axes in (*(collectives or {}), *(collective_bytes or {})):
+        unknown = [axis for axis in axes.split(",") if axis not in compiled.mesh]
+        if unknown:
+            raise ValueError(
+                f"the budget names axis {unknown[0]!r}, but the mesh has {', '.join(compiled.mesh)}"
+            )
+    for axes, kinds in (collectives or {}).items():
+        have = found.get(axes, {})
+        for kind in dict.fromkeys([*kinds, *have]):
+            count, allowed = have.get(kind, (0, 0))[0], kinds.get(kind, 0)
+            if count > allowed:
+                rows = [r for r in compiled.collectives if ",".join(r.axes) == axes]
+                causes = _causes([r for r in rows if r.kind == kind])
+                wrong.append(
+                    f"the step runs {count} {kind} over {axes!r}, its budget is {allowed}: {causes}"
+                )
+    for axes, allowed in (collective_bytes or {}).items():
+        sent = sum(size for _, size in found.get(axes, {}).values())
+        if sent > allowed:
+            rows = [r for r in compiled.collectives if ",".join(r.axes) == axes]
+            wrong.append(
+                f"a device sends {show_bytes(sent)} over {axes!r} in a step, its budget is "
+                f"{show_bytes(allowed)}: {_causes(rows)}"
+            )
+    wrong += _unknown(compiled, collectives, collective_bytes)
+    wrong += _flops(compiled, flops)
+    if wrong:
+        raise BudgetExceeded("\n".join(wrong))
+
+
+def _unknown(compiled: Compiled, *budgets: Mapping[str, Any] | None) -> list[str]:
+    if compiled.has_program or not any(budgets):
+        return []
+    return [
+        "the collectives of the step are unknown, so their budget cannot be confirmed: "
+        + (f"there is no program, and {compiled.verdict}")
+    ]
+
+
+def _flops(compiled: Compiled, most: int | None) -> list[str]:
+    if most is None:
+        return []
+    if compiled.flops is None:
+        return [
+            f"the flops of the step are unknown, so their budget of {show_flops(most)} cannot be confirmed: "
+            f"there is no program, and {compiled.verdict}"
+        ]
+    if compiled.flops > most:
+        return [
+            f"a device does {show_flops(compiled.flops)} in a step (compiled), its budget is "
+            f"{show_flops(most)}: {compiled.flops - most:,.0f} too many"
+        ]
+    if compiled.not_counted:
+        return [
+            f"a device does {show_flops(compiled.flops)} in a step (compiled) and more that are not "
+            f"counted, so their budget of {show_flops(most)} cannot be confirmed: "
+            f"{show_not_counted(compiled.not_counted)}"
+        ]
+    return []
+
+
+def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> list[str]:
+    if peak is None and temporaries is None:
+        return []
+    memory = compiled.memory
+    if memory is None:
+        return [compiled.verdict]
+    wrong = []
+    made = "; ".join(str(row) for row in compiled.buffers[:3] if row.shape != OTHER)
+    largest = f"; largest temporaries: {made}" if made else ""
+    if peak is not None and memory.peak > peak:
+        wrong.append(
+            f"the step needs {show_bytes(memory.peak)} on each device (compiled), its budget is "
+            f"{show_bytes(peak)}{largest}"
+        )
+    if temporaries is not None and memory.temporaries > temporaries:
+        wrong.append(
+            f"the step needs {show_bytes(memory.temporaries)} of temporaries (compiled), their "
+            f"budget is {show_bytes(temporaries)}{largest}"
+        )
+    return wrong
+
+
+def _causes(rows: list[Collective]) -> str:
+    ordered = sorted(rows, key=lambda row: -row.step_bytes)
+    told = [
+        f"{row.times} of {row.shape} from {row.source}{' (backward)' if row.source.backward else ''}"
+        for row in ordered
+    ]
+    told = list(dict.fromkeys(told))
+    more = f"; and {len(told) - 6} more" if len(told) > 6 else ""
+    return "; ".join(told[:6]) + more

@@ -1,0 +1,270 @@
+"""Compiles a recipe's step, or a model's forward pass, for devices that are here or are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax._src.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh
+
+from .._check import Findings
+from .._chips import Target
+from .._layout import Layout, Method, require_layout
+from .._mesh import AnyMesh, show_mesh, target_of
+from .._nnx import Recipe
+from .compiled import Compiled, Memory
+from .findings import Facts, compile_findings
+from .hlo import (
+    EDGES,
+    Reshard,
+    bytes_accessed,
+    collectives,
+    largest_buffers,
+    parse_hlo,
+    reshards,
+    work_of,
+)
+from .job import Job, job_of, traced
+from .toolchain import Program, absent_mesh, captured_stderr, compile_absent, compile_here
+
+
+def compile(
+    recipe: Recipe | Callable[[], nnx.Module] | nnx.Module,
+    layout: Layout,
+    *,
+    inputs: Any = None,
+    method: Method = None,
+    show: bool = True,
+) -> Compiled:
+    """Returns what the real compiler of the layout's devices makes of a training step.
+
+    The step is that of `sw.train_step`. Devices that are not here, as in
+    `sw.mesh(…, on="v5p:4x8x8")` and `on="h100:8x8"`, need their compiler (`shardwise[tpu]`,
+    `shardwise[gpu]`) but no accelerator; such compilations are kept on disk.
+
+    Args:
+        recipe: the recipe; or a model, or the function that makes it, for the forward pass alone,
+            in evaluation mode.
+        layout: its layout.
+        inputs: for a model: what it is called with, as `sw.layout` takes it; dim 0 of each array
+            is split over the data axes.
+        method: for a model: what is called with `inputs`, as `sw.layout` takes it.
+        show: whether to say on the terminal that a compiler is at work.
+
+    Raises:
+        LayoutError: the layout has errors; nothing was compiled.
+        ValueError: the mesh has no devices to compile for, the compiler is not installed, the
+            topology is none, or the loss cannot be traced.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> compiled = sw.compile(recipe, layout)
+        >>> compiled.memory.parameters
+        16384
+        >>> [(row.kind, row.axes) for row in compiled.collectives]
+        [('all-reduce', ('data',))]
+    """
+    mesh = require_layout(layout).mesh
+    if not isinstance(mesh, Mesh) and target_of(mesh) is None:
+        raise ValueError(
+            f"the mesh {show_mesh(mesh)} has no devices to compile for: make it with "
+            f"on='v5p:4x8x8', on='h100:8x8' or on='cpu:8'"
+        )
+    if isinstance(recipe, Recipe) and inputs is not None:
+        raise ValueError("inputs are for a model alone: a recipe has its batch")
+    if isinstance(recipe, Recipe) and method is not None:
+        raise ValueError("method is for a model alone: a recipe has its loss")
+    job = job_of(recipe, layout, inputs, method)
+    try:
+        program = _compiled(job, mesh, show)
+    except _NeedsDevices:
+        target = target_of(mesh)
+        assert target is not None and isinstance(mesh, AbstractMesh)
+        there = absent_mesh(target, mesh)
+        there_job = job_of(recipe, layout.on(there), inputs, method)
+        program = compile_here(traced(there_job).lower(), there, there_job.options)
+    if program.refused and not program.hlo:
+        seen = _structure(recipe, layout, inputs, method, show)
+        if seen is not None:
+            noise = f"{program.noise}\n{seen.noise}"
+            program = dataclasses.replace(program, hlo=seen.hlo, alive=None, noise=noise)
+    return _told(job, program, mesh)
+
+
+class _NeedsDevices(Exception):
+    """The program is partitioned by functions of this process, for devices that must be known."""
+
+
+def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
+    target = target_of(mesh)
+    if target is None:
+        assert isinstance(mesh, Mesh)
+        return compile_here(traced(job).lower(), mesh, job.options)
+    return _handed_over(job, target, mesh, show)
+
+
+def _handed_over(job: Job, target: Target | None, mesh: AnyMesh, show: bool) -> Program:
+    lowered = _lowered(job, target)
+    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    same = _without_callers(lowered.as_text(debug_info=True))
+    options = job.options if target is not None else {}
+    return compile_absent(module, target, mesh.shape, options, same, show=show)
+
+
+def _lowered(job: Job, target: Target | None) -> Any:
+    platforms = {"gpu": "cuda", "tpu": "tpu"}
+    platform = platforms[target.platform] if target is not None else "cpu"
+    # Tracing may be what starts JAX's backends: with the compilers installed and no accelerator
+    # here, they print that they find none, which is as it should be.
+    with captured_stderr():
+        stepped = traced(job)
+        try:
+            return stepped.lower(lowering_platforms=(platform,))
+        except ValueError as error:
+            if "require devices to be present" in str(error):
+                raise _NeedsDevices from error
+            raise
+
+
+def _reshards(job: Job, target: Target | None) -> list[Reshard]:
+    try:
+        return reshards(_lowered(job, target).compiler_ir("stablehlo"))
+    except _NeedsDevices:
+        return []
+
+
+def _structure(
+    recipe: Any, layout: Layout, inputs: Any, method: Method, show: bool
+) -> Program | None:
+    """Returns the step as it is compiled for CPU devices, which have no limit.
+
+    Where the compiler of the chips only says that the step does not fit, this says why: it is
+    partitioned alike.
+    """
+    mesh = layout.mesh
+    bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
+    try:
+        return _handed_over(job_of(recipe, layout.on(bare), inputs, method), None, bare, show)
+    except (ValueError, _NeedsDevices):
+        return None
+
+
+def _without_callers(text: str) -> str:
+    """Returns StableHLO's text without the lines from which the step was asked for.
+
+    The same step, asked for from another line, is the same program.
+    """
+    defined = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
+    begins = tuple(f'"{edge}"' for edge in EDGES)
+    edges = {name for name, told in defined.items() if told.startswith(begins)}
+    calls = [re.fullmatch(r"callsite\((#loc\d*) at (#loc\d*)\)", t) for t in defined.values()]
+    outside = {call[2] for call in calls if call is not None and call[1] in edges}
+    todo = list(outside)
+    while todo:
+        for name in re.findall(r"#loc\d*", defined.get(todo.pop(), "")):
+            if name not in outside:
+                outside.add(name)
+                todo.append(name)
+    kept = [line for line in text.splitlines() if line.partition(" = ")[0] not in outside]
+    return "\n".join(kept)
+
+
+def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
+    target = target_of(mesh)
+    if target is not None:
+        where, platform = str(target), target.platform
+        capacity: int | None = target.chip.capacity_bytes
+    else:
+        assert isinstance(mesh, Mesh)
+        device = mesh.devices.flat[0]
+        where, platform = device.device_kind, device.platform
+        limits = device.memory_stats() if platform != "cpu" else None
+        capacity = limits.get("bytes_limit") if limits else None
+    if program.stats:
+        memory = _memory(job, program.stats, capacity, platform)
+    else:
+        memory = _memory_in_words(job, program.refused, capacity)
+    module = parse_hlo(program.hlo) if program.hlo else None
+    rows = collectives(module, dict(mesh.shape), job.paths) if module else []
+    total = memory.temporaries if memory else None
+    buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
+    work = work_of(module) if module else None
+    made = Compiled(
+        target=where,
+        platform=platform,
+        mesh=dict(mesh.shape),
+        memory=memory,
+        refused=program.refused,
+        collectives=tuple(rows),
+        buffers=tuple(buffers),
+        flops=work.flops if work else None,
+        bytes_accessed=bytes_accessed(module) if module else None,
+        findings=Findings(()),
+        not_counted=work.not_counted if work else {},
+        noise=program.noise,
+        seconds=program.seconds,
+        cached=program.cached,
+        hlo=program.hlo,
+        layout=job.layout,
+    )
+    facts = Facts(
+        job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, target)
+    )
+    return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
+
+
+def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | None:
+    """Returns what a compiler says of memory where it refuses a program, as far as it says it."""
+    units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    told = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", refused)
+    used = re.search(r"Used ([\d.]+)([KMGT]) of", refused)
+    state = job.parameters_bytes + job.optimizer_bytes
+    arguments = state + job.batch_bytes
+    if told is not None:
+        temporaries = int(float(told[1]) * units[told[2]])
+    elif used is not None:
+        temporaries = max(0, int(float(used[1]) * units[used[2]]) - arguments)
+    else:
+        return None
+    return Memory(
+        arguments=arguments,
+        outputs=state,
+        temporaries=temporaries,
+        aliased=state,
+        peak=arguments + temporaries,
+        capacity=capacity,
+        parameters=job.parameters_bytes,
+        optimizer=job.optimizer_bytes,
+        batch=job.batch_bytes,
+    )
+
+
+def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platform: str) -> Memory:
+    arguments = stats["argument_size_in_bytes"]
+    outputs = stats["output_size_in_bytes"]
+    aliased = stats["alias_size_in_bytes"]
+    temporaries = stats["temp_size_in_bytes"]
+    if target_platform == "tpu":
+        # Its own peak, and the code that lies beside it; older versions say 0 for temporaries.
+        whole = stats.get("peak_memory_in_bytes", 0) + stats.get("generated_code_size_in_bytes", 0)
+        temporaries = max(temporaries, whole - arguments - outputs + aliased)
+    return Memory(
+        arguments=arguments,
+        outputs=outputs,
+        temporaries=temporaries,
+        aliased=aliased,
+        peak=arguments + outputs - aliased + temporaries,
+        capacity=capacity,
+        parameters=job.parameters_bytes,
+        optimizer=job.optimizer_bytes,
+        batch=job.batch_bytes,
+    )

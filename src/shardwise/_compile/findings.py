@@ -1,0 +1,317 @@
+"""Findings that only a compilation can show: SW301 to SW304."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base import show_bytes
+from .._check import Finding, make_finding
+from .._layout import Layout
+from .._mesh import make_spec, padded, show_mesh, show_spec
+from .._step import data_axes
+from .compiled import Compiled
+from .hlo import (
+    OTHER,
+    Collective,
+    Instruction,
+    Module,
+    Reshard,
+    Shape,
+    Source,
+    parse_shapes,
+    replica_groups,
+    source_of,
+)
+
+# What a program moves by its own will, as against what the compiler had to insert.
+_ASKED_FOR = (
+    "ppermute", "all_to_all", "all_gather", "psum", "psum_scatter", "pshuffle", "ragged_all_to_all",
+    "psum_invariant", "all_gather_invariant", "reduce_scatter", "pbroadcast", "collective_permute",
+)  # fmt: skip
+_SHARE = 0.02  # of the peak: what is smaller is not worth a word
+_MOST = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a compiled step beside what the compiler said."""
+
+    layout: Layout
+    batch: Any
+    accumulate: int
+    paths: tuple[str, ...]
+    module: Module | None
+    reshards: Callable[[], list[Reshard]]
+
+
+def compile_findings(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
+    """Yields what is wrong or suspicious in a compiled step."""
+    whole = list(_replicated_activations(compiled, facts))
+    if compiled.fits is False:
+        yield _does_not_fit(compiled, facts, whole)
+    yield from whole
+    told: set[str] = set()
+    yield from _rematerialised(compiled, facts, told)
+    yield from (finding for finding in _resharded(compiled, facts) if finding.path not in told)
+
+
+def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Finding:
+    memory, advice = compiled.memory, []
+    if memory is None:
+        message = " ".join(compiled.refused.split())[:400]
+    else:
+        over = -(compiled.spare_bytes or 0)
+        told = ", ".join(f"{part.name} {show_bytes(part.bytes)}" for part in memory.parts)
+        message = (
+            f"the step needs {show_bytes(memory.peak)} on each device, "
+            f"{show_bytes(over) + ' more than' if over > 0 else 'of'} the "
+            f"{show_bytes(memory.capacity or 0)} that {compiled.target.partition(':')[0]} has: {told}"
+        )
+        advice = list(_advice(compiled, facts, whole))
+    causes = "; ".join(
+        str(row)
+        for row in compiled.buffers[:3]
+        if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes and row.shape != OTHER
+    )
+    return make_finding(
+        "SW301",
+        f"{show_mesh(facts.layout.mesh)} on {compiled.target}",
+        message,
+        "; ".join(advice) or "use more devices, or a smaller batch",
+        f"largest temporaries: {causes}" if causes else "",
+    )
+
+
+def _advice(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Iterator[str]:
+    assert (memory := compiled.memory) is not None
+    capacity = memory.capacity or 0
+    if whole:
+        yield f"keep the batch split at {whole[0].path} (SW302), by a sharding constraint there"
+    state = memory.parameters + memory.optimizer
+    held = sum(leaf.shard_bytes for leaf in facts.layout.leaves) * facts.layout.mesh.size
+    copies = held / max(1, facts.layout.total_bytes)
+    if state > 0.5 * capacity or (copies > 1.5 and state > 0.2 * capacity):
+        if copies > 1.5:
+            yield f"shard the state further: {copies:.1f} devices hold each byte of it (sw.fsdp)"
+        else:
+            yield "use more devices: the state is split over all of them already"
+    if memory.temporaries > 0.3 * capacity:
+        yield "keep less for the backward pass (Recipe(remat=…))"
+        yield f"cut the batch into parts (Recipe(accumulate={2 * facts.accumulate}))"
+
+
+def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
+    """Yields temporaries that hold the whole global batch although a data axis exists."""
+    spans = list(_batch_spans(facts))
+    if facts.module is None or compiled.memory is None or not spans:
+        return
+    found: dict[Source, tuple[int, Shape, tuple[str, ...]]] = {}
+    least = _SHARE * compiled.memory.peak
+    for instruction in _materialised(facts.module):
+        for shape in instruction.shapes:
+            if shape.nbytes < least or not shape.dtype.startswith(("f", "bf")):
+                continue
+            axes = next((span.axes for span in spans if span.in_whole(shape.dims)), None)
+            if axes is None:
+                continue
+            source = source_of(facts.module, instruction, facts.paths)
+            source = dataclasses.replace(source, op=str(source), backward=False)
+            if shape.nbytes > found.get(source, (0,))[0]:
+                found[source] = (shape.nbytes, shape, axes)
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    for source, (size, shape, axes) in ordered[:_MOST]:
+        ways = math.prod(facts.layout.mesh.shape[axis] for axis in axes)
+        names = ", ".join(repr(axis) for axis in axes)
+        entry = names if len(axes) == 1 else f"({names})"
+        yield make_finding(
+            "SW302",
+            str(source),
+            f"{shape} holds the whole batch on every device: {show_bytes(size)}, which would be "
+            f"{show_bytes(size // ways)} split {ways} ways over {names}",
+            f"constrain it there: jax.lax.with_sharding_constraint(x, P({entry}, …)); or, "
+            f"in the models of shardwise.models, name its dims",
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    """The sizes by which a whole batch is known in a shape: its rows, and what follows them."""
+
+    rows: int
+    columns: int | None
+    axes: tuple[str, ...]
+    ways: int
+    sizes: frozenset[int]  # of the model's leaves, whole and in shards
+
+    def in_whole(self, dims: tuple[int, ...]) -> bool:
+        if len(dims) < 2:
+            return False
+        if self.columns is None:
+            if self.rows in self.sizes or self.rows not in dims[:2]:
+                return False
+            # Behind a part of the batch, its number is another's; and the axes may split another dim.
+            others = [d for d in dims if d != self.rows and d not in self.sizes]
+            split = any(d * self.ways in self.sizes for d in others)
+            return not split and (dims[0] == self.rows or dims[0] != self.rows // self.ways)
+        features = [d for d in dims if d in self.sizes and d not in (self.rows, self.columns)]
+        if not features:
+            return False  # scores of a few sequences, say: their heads may look like rows
+        # One column fewer where the loss predicts the next token.
+        return any(
+            (self.rows, columns) in zip(dims, dims[1:], strict=False)
+            or (self.rows * columns in dims and self.rows * columns not in self.sizes)
+            for columns in (self.columns, self.columns - 1)
+        )
+
+
+def _batch_spans(facts: Facts) -> Iterator[_Span]:
+    mesh = facts.layout.mesh
+    shapes = [(*leaf.shape, *leaf.shard_shape) for leaf in facts.layout.leaves]
+    sizes = frozenset(size for shape in shapes for size in shape if size > 1)
+    for leaf in (leaf for leaf in jax.tree.leaves(facts.batch) if leaf.shape):
+        axes = tuple(a for a in padded(leaf.sharding.spec, len(leaf.shape))[0] if mesh.shape[a] > 1)
+        if not axes:
+            # The batch itself is not split: an axis by whose name it should be is one too many.
+            axes = tuple(a for a in data_axes(facts.layout) if mesh.shape[a] > 1)
+        rows = leaf.shape[0] // facts.accumulate
+        if not axes or rows < 2:
+            continue
+        tokens = len(leaf.shape) == 2 and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact)
+        columns = leaf.shape[1] if tokens and leaf.shape[1] > 1 else None
+        yield _Span(rows, columns, axes, math.prod(mesh.shape[a] for a in axes), sizes)
+
+
+def _materialised(module: Module) -> Iterator[Instruction]:
+    skipped = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "constant", "call")
+    seen = set()
+    for computation, _, fused in module.runs():
+        if fused or computation in seen:
+            continue
+        seen.add(computation)
+        for instruction in module.computations.get(computation, ()):
+            if instruction.opcode not in skipped and not instruction.opcode.endswith("-done"):
+                yield instruction
+
+
+_INVOLUNTARY = re.compile(
+    r"Involuntary full rematerialization\..*? from sharding (\{.*?\}) to (\{.*?\}) "
+    r"(?:efficiently|without doing a full rematerialization of the tensor) for HLO operation:? (.*)"
+)
+
+
+def _rematerialised(compiled: Compiled, facts: Facts, places: set[str]) -> Iterator[Finding]:
+    """Yields XLA's own warnings that it made an array whole; adds the places to `places`."""
+    module = facts.module or Module("", {}, {})
+    seen = set()
+    for line in compiled.noise.splitlines():
+        told = _INVOLUNTARY.search(line)
+        # What the partitioner only tries, to see what it would cost, is a fake in its own words.
+        if told is None or told[3].startswith("%fake_"):
+            continue
+        before, after = (_spec_of(text, compiled.mesh) for text in told.groups()[:2])
+        shapes = tuple(parse_shapes(told[3].partition("(")[0]))
+        source = source_of(module, Instruction("", "", shapes, (), "", told[3]), facts.paths)
+        places.add(str(source))
+        if (str(source), before, after) in seen or (source.backward and (after, before) in seen):
+            continue  # the backward pass goes the same way back
+        seen |= {(str(source), before, after), (before, after)}
+        part = f", of which each had {shapes[0]}," if shapes else ""
+        yield make_finding(
+            "SW303",
+            str(source),
+            f"the compiler makes an array whole on every device{part} to go from {before} to {after}",
+            "go in steps that each move one axis, by a constraint between the two; or keep one spec",
+            f"at {source.op}{' of the backward pass' if source.backward else ''}",
+        )
+
+
+def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
+    """Returns what XLA calls `{devices=[2,1,4]<=[8]}` as a spec, or as it is where it is none."""
+    named = re.fullmatch(r"\{mesh\[[^\]]*\], \[([^:]*?)\].*\}", sharding)
+    tiled = re.fullmatch(r"\{devices=\[([\d,]+)\](<=\S+?)( last_tile_dim_replicate)?\}", sharding)
+    if named:
+        dims = [tuple(re.findall(r"'(\w+)'", dim)) for dim in re.findall(r"\{([^}]*)\}", named[1])]
+    elif tiled is None:
+        return sharding
+    else:
+        tiles = [int(size) for size in tiled[1].split(",")]
+        order = np.reshape(replica_groups(f"[{math.prod(tiles)}]{tiled[2]}", 0), tiles)
+        dims = []
+        for dim in range(len(tiles) - bool(tiled[3])):
+            along = np.moveaxis(order, dim, 0).reshape(tiles[dim], -1)[:, 0]
+            rows = np.unravel_index(along, tuple(mesh.values()))
+            changes = [np.count_nonzero(np.diff(row)) for row in rows]
+            slowest = sorted(zip(changes, mesh, strict=True))
+            dims.append(tuple(axis for times, axis in slowest if times))
+        if [math.prod(mesh[a] for a in axes) for axes in dims] != tiles[: len(dims)]:
+            return sharding
+    return show_spec(make_spec(dims))
+
+
+def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
+    """Yields collectives that only undo a mismatch between two specs."""
+    gathered = {axis for leaf in facts.layout.leaves for axis in leaf.gathered}
+    gathered |= set(data_axes(facts.layout))
+    leaves = {leaf.path: leaf for leaf in facts.layout.leaves}
+    total = sum(row.step_bytes for row in compiled.collectives)
+    rows: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
+    for row in compiled.collectives:
+        if row.source.op.split("[")[0] in _ASKED_FOR:
+            continue
+        leaf = leaves.get(row.source.leaf)
+        moved = row.kind in ("all-to-all", "collective-permute")
+        # FSDP gathers what it stores in parts: that is its work, and no mismatch.
+        used_whole = row.kind == "all-gather" and not set(row.axes) <= gathered
+        if moved or (used_whole and (leaf is not None or row.source.op == "sharding_constraint")):
+            rows.setdefault((row.kind, str(row.source), row.axes), []).append(row)
+    ordered = sorted(rows.items(), key=lambda item: -sum(row.step_bytes for row in item[1]))
+    for (kind, place, axes), found in ordered[:_MOST]:
+        sent = sum(row.step_bytes for row in found)
+        if sent < 0.01 * total:
+            continue
+        largest = max(found, key=lambda row: row.step_bytes)
+        leaf = leaves.get(largest.source.leaf)
+        over = ", ".join(repr(axis) for axis in axes)
+        if leaf is not None:
+            entries = padded(leaf.spec, leaf.ndim)
+            used = show_spec(
+                make_spec([tuple(a for a in entry if a not in axes) for entry in entries])
+            )
+            mismatch = f"it is stored as {show_spec(leaf.spec)} and used as {used}"
+            path, help_text = leaf.path, f"store it as {used}, or use it split over {over}"
+        else:
+            path, mismatch = place, _mismatch(largest, facts)
+            help_text = "give both the same spec: drop the constraint there, or move it"
+        yield make_finding(
+            "SW304",
+            path,
+            f"{sum(row.times for row in found)} {kind} over {over} in a step, {show_bytes(sent)} sent by each device: {mismatch}",
+            help_text,
+            f"at {largest.source.place}" if leaf is not None and largest.source.place else "",
+        )
+
+
+def _mismatch(row: Collective, facts: Facts) -> str:
+    """Returns both specs, of what was made and of what is wanted at the collective's line."""
+    axes = set(row.axes)
+    found = []
+    for one in facts.reshards():
+        before, after = ({a for dim in split for a in dim} for split in (one.before, one.after))
+        # An axis that changes dims is on both sides, one that is gathered on the first alone.
+        moved = axes <= before and (row.kind == "all-gather" or axes <= after)
+        if one.place == row.source.place and moved:
+            found.append(one)
+    if not found:
+        return f"what made {row.shape} and what uses it are split differently"
+    most = max(found, key=lambda one: math.prod(one.shape))
+    return (
+        f"an array of {list(most.shape)} is made as {show_spec(make_spec(most.before))} and wanted as "
+        f"{show_spec(make_spec(most.after))}"
+    )

@@ -1,0 +1,231 @@
+"""The arithmetic of a compiled program: the products of its dots and convolutions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from .program import Instruction, Module, Shape
+
+_TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
+_GEMM = re.compile(r"__cublas\$(?:lt\$matmul|gemm)(?:\$\w+)?$")
+_CONVOLUTION = re.compile(r"__cudnn\$conv(?!Maximum)")
+_FMHA = re.compile(r"__cudnn\$fmha(\w*)")
+_SPLASH = re.compile(r"splash_\w*?_(fwd|dq|dkv)")
+# The products of each of its kernels: scores and values forward; scores, gradients of the
+# probabilities and of one or two operands backward.
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# What multiplies no matrices: sorting, choosing, moving, random numbers, notes to the compiler.
+_NO_PRODUCTS = re.compile(
+    r"__cub\$|__gpu\$TopK|TopK|topk|PartialReduce|ApproxTopK|AllocateBuffer|Sharding$|"
+    r"SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|MoveToHost|MoveToDevice|"
+    r"AssumeGatherIndicesInBound|Pin$|Unpin$|LayoutConstraint|X64|GetCompleteFusion|"
+    r"CreateBuffer|__cudnn\$norm|cu_threefry2x32|cu_lu_pivots_to_permutation|"
+    r"lu_pivots_to_permutation|xla_python_cpu_callback|xla_ffi_python_cpu_callback|"
+    r"xla_python_gpu_callback|xla_ffi_python_gpu_callback|BarrierStart|BarrierWait|"
+    r"__\$\w*[Ss]ort|Sort|GlobalBarrier|InspectSharding|shape_assertion|ResizeNearest|"
+    r"AsyncCollective(?:Start|Done)|LastUseAnnotation|NopReturnToken|nop$|Reinterpret|ConcatBitcast|GatherScatterIndices"
+)
+_ANYBODYS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "triton_kernel_call")
+# They multiply, by ways that differ from one library to the next.
+_UNKNOWN = ("fft", "cholesky", "triangular-solve")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """The floating-point operations of one device in a step.
+
+    Attributes:
+        flops: two for each product of dots and convolutions, in loops as often as these run;
+            attention kernels by what they declare, or by their shapes.
+        not_counted: the kernels that may multiply but do not say how much, each with how often
+            a step runs it; and loops that do not say how often they run.
+    """
+
+    flops: int
+    not_counted: dict[str, int]
+
+
+def work_of(module: Module) -> Work:
+    """Returns the floating-point operations that one device does in a step."""
+    total, missing = 0, Counter()
+    for computation, times, _ in module.runs():
+        for instruction in module.computations.get(computation, ()):
+            if instruction.opcode == "while" and module.trips(computation, instruction) is None:
+                if _multiplies(module, instruction):
+                    missing["all but one run of a loop of unknown length"] += times
+                continue
+            found = _flops(module, computation, instruction)
+            if found is None:
+                missing[_name(instruction)] += times
+            else:
+                total += times * found
+    return Work(total, dict(sorted(missing.items())))
+
+
+def _multiplies(module: Module, loop: Instruction) -> bool:
+    todo, seen = list(loop.called), set()
+    while todo:
+        name = todo.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for instruction in module.computations.get(name, ()):
+            if _flops(module, name, instruction) != 0:
+                return True
+            todo += instruction.called
+    return False
+
+
+def _name(instruction: Instruction) -> str:
+    """Returns a kernel's name, as its library or, where that runs anybody's, its caller has it."""
+    if instruction.opcode != "custom-call":
+        return instruction.opcode
+    target = _TARGET.search(instruction.rest)
+    name = target[1] if target else "custom-call"
+    caller = instruction.op_name.rpartition("/")[2]
+    return f"{name} ({caller})" if name in _ANYBODYS and caller else name
+
+
+def bytes_accessed(module: Module) -> int:
+    """Returns the bytes that one device reads and writes in main memory in a step.
+
+    What a fusion keeps within itself does not count; what is read by several counts for each.
+    """
+    total = 0
+    for computation, times, fused in module.runs():
+        if fused:
+            continue
+        own = module.by_name.get(computation, {})
+        for instruction in own.values():
+            if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+                continue
+            read = [s for name in instruction.operands if name in own for s in own[name].shapes]
+            total += times * sum(s.nbytes for s in (*read, *instruction.shapes) if s.in_hbm)
+    return total
+
+
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
+    "call", "after-all", "partition-id", "replica-id", "optimization-barrier", "iota",
+}  # fmt: skip
+
+
+def _flops(module: Module, computation: str, instruction: Instruction) -> int | None:
+    """Returns the flops of one instruction; None where it may have some that it does not tell."""
+    if instruction.opcode in _UNKNOWN:
+        return None
+    if instruction.opcode not in ("dot", "convolution", "custom-call", "ragged-dot"):
+        return 0
+    own = module.by_name[computation]
+    shapes = [own[n].shapes[0] for n in instruction.operands if n in own and own[n].shapes]
+    if instruction.opcode == "custom-call":
+        return _custom(instruction, shapes)
+    if len(shapes) < 2:
+        return None
+    if instruction.opcode == "dot":
+        contracted = _numbers(instruction.attribute("lhs_contracting_dims"))
+        return _products(instruction.shapes[0], shapes[0], contracted)
+    if instruction.opcode == "ragged-dot":
+        return 2 * instruction.shapes[0].size * shapes[0].dims[-1]
+    return _convolution(instruction, shapes[0], shapes[1], instruction.shapes[0])
+
+
+def _products(out: Shape, left: Shape, contracted: list[int]) -> int:
+    return 2 * out.size * math.prod(left.dims[dim] for dim in contracted)
+
+
+def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
+    target = _name(instruction)
+    if _NO_PRODUCTS.match(target):
+        return 0
+    if _GEMM.match(target) and len(shapes) >= 2:
+        found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.rest)
+        if found is None:
+            return None
+        contracted = [int(n.strip('"')) for n in found[1].split(",") if n]
+        return _products(instruction.shapes[0], shapes[0], contracted)
+    if _CONVOLUTION.match(target) and len(shapes) >= 2 and instruction.shapes:
+        # The labels are those of the forward pass, whichever of the three arrays is the result.
+        first, second, result = *shapes[:2], instruction.shapes[0]
+        if "BackwardInput" in target:
+            return _convolution(instruction, result, second, first)
+        if "BackwardFilter" in target:
+            return _convolution(instruction, first, result, second)
+        return _convolution(instruction, first, second, result)
+    declared = re.search(r'"cost_estimate":\s*(\{[^}]*\})', instruction.rest)
+    if declared:
+        stated = json.loads(declared[1]).get("flops")
+        return None if stated is None else int(stated)
+    splash = _SPLASH.search(instruction.op_name)
+    attended = [shape for shape in shapes if len(shape.dims) >= 3]
+    if splash and len(attended) >= 2:
+        q, k = attended[:2]
+        # Causal: half of the scores are computed.
+        return 2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] // 2
+    fmha = _FMHA.match(target)
+    if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
+        # Two products forward, five backward, of which a causal mask leaves half.
+        batch, length, heads, depth = shapes[0].dims
+        each = 2 * batch * heads * length * shapes[1].dims[1] * depth
+        products = 5 if "Backward" in fmha[1] else 2
+        return each * products // (2 if "CAUSAL" in instruction.rest else 1)
+    return None
+
+
+def _convolution(instruction: Instruction, left: Shape, kernel: Shape, result: Shape) -> int | None:
+    """Returns the flops of a convolution, counting only places where there is an input.
+
+    A TPU's products are convolutions; batched ones have windows that mostly fall on padding.
+    """
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
+    if labels is None:
+        return None
+    lhs, rhs, out = labels.groups()
+    ranks = (len(left.dims), len(kernel.dims), len(result.dims))
+    if ranks != (len(lhs), len(rhs), len(out)):
+        return None
+    window = _window(instruction.attribute("window"))
+    total = 2 * result.dims[out.index("b")] * result.dims[out.index("f")]
+    total *= kernel.dims[rhs.index("i")]
+    for i, label in enumerate(sorted(c for c in out if c.isdigit())):
+        sizes = (left.dims[lhs.index(label)], kernel.dims[rhs.index(label)])
+        total *= _meetings(*sizes, result.dims[out.index(label)], window, i)
+    return total
+
+
+def _meetings(size: int, taps: int, outputs: int, window: dict[str, Any], dim: int) -> int:
+    """Returns how many pairs of an output and a tap of the window meet an input, in one dim."""
+
+    def of(name: str, default: Any) -> Any:
+        values = window.get(name)
+        return values[dim] if values and dim < len(values) else default
+
+    stride, low = of("stride", 1), of("pad", (0, 0))[0]
+    left_step, right_step = of("lhs_dilate", 1), of("rhs_dilate", 1)
+    if stride == left_step == right_step == 1 and low == 0 and outputs + taps - 1 == size:
+        return outputs * taps
+    at = np.arange(outputs)[:, None] * stride + np.arange(taps)[None, :] * right_step - low
+    inside = (at >= 0) & (at < (size - 1) * left_step + 1) & (at % left_step == 0)
+    return int(inside.sum())
+
+
+def _window(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in re.findall(r"(\w+)=([^\s}]+)", text):
+        parts = value.split("x")
+        if name == "pad":
+            found[name] = [tuple(int(n) for n in part.split("_")) for part in parts]
+        elif name != "rhs_reversal":
+            found[name] = [int(part) for part in parts]
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

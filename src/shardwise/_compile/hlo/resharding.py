@@ -1,0 +1,96 @@
+"""Where a step's arrays change their spec, and from which to which, in Shardy's own words.
+
+Shardy, which both compilers partition with, is in jaxlib: its propagation runs here, on the
+program that they are given, and says where an operation wants its operand split otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jax._src.interpreters import mlir
+from jaxlib.mlir import ir, passmanager
+
+from .source import user_place
+
+_PASSES = (
+    "builtin.module(sdy-propagation-pipeline,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
+)
+_FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
+
+Split = tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reshard:
+    """One change of spec.
+
+    Attributes:
+        place: `file.py:12` of the user's line, or nothing.
+        shape: of the whole array.
+        before: the axes that split each dim of what was made,
+        after: and of what is wanted.
+    """
+
+    place: str
+    shape: tuple[int, ...]
+    before: Split
+    after: Split
+
+
+def reshards(module: Any) -> list[Reshard]:
+    """Returns every change of spec in a lowered program.
+
+    Args:
+        module: what `lowered.compiler_ir("stablehlo")` returns; it is left as it is.
+    """
+    with module.context:
+        own = ir.Module.parse(mlir.module_to_bytecode(module))
+        try:
+            passmanager.PassManager.parse(_PASSES).run(own.operation)
+        except (ValueError, ir.MLIRError):
+            return []  # a jaxlib whose passes have other names: what they say is only an extra
+        return list(_found(own.operation))
+
+
+def _found(operation: Any) -> Iterator[Reshard]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                one = inner.operation
+                if one.name == "sdy.reshard":
+                    before, after = _split(one.operands[0]), _split(one.results[0])
+                    if before is not None and after is not None and before != after:
+                        frames = _FRAME.findall(str(one.location))
+                        place = user_place([(file, int(line), name) for name, file, line in frames])
+                        shape = tuple(ir.RankedTensorType(one.results[0].type).shape)
+                        yield Reshard(place, shape, before, after)
+                yield from _found(one)
+
+
+def _split(value: Any) -> Split | None:
+    """Returns the axes of each dim, as the value's maker or its function says them."""
+    owner, number = value.owner, 0
+    if isinstance(owner, ir.Block):
+        number, owner = ir.BlockArgument(value).arg_number, owner.owner
+        if "arg_attrs" in owner.attributes:
+            given: Any = ir.ArrayAttr(owner.attributes["arg_attrs"])[number]
+            return _axes(str(given["sdy.sharding"]), 0) if "sdy.sharding" in given else None
+    elif len(owner.results) > 1:
+        number = ir.OpResult(value).result_number
+    name = "sharding" if owner.name == "sdy.reshard" else "sdy.sharding"
+    return _axes(str(owner.attributes[name]), number) if name in owner.attributes else None
+
+
+def _axes(text: str, number: int) -> Split | None:
+    """Returns the axes of each dim in `<@mesh, [{"data"}, {}]>`, the first or a later one."""
+    each = re.findall(r"<@\w+, \[([^\[\]]*)\]", text)
+    if number >= len(each):
+        return None
+    # A part of an axis is written "data":(1)2: it counts as the axis.
+    dims = re.findall(r"\{([^}]*)\}", each[number])
+    return tuple(tuple(re.findall(r'"(\w+)"', dim)) for dim in dims)

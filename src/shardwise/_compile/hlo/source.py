@@ -1,0 +1,165 @@
+"""Where an instruction of a compiled program came from: a module, a leaf, a line of the user's."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Iterator
+
+from ..._base import is_ours, is_users, show_line
+from .program import Instruction, Module
+
+# Where the step begins.
+EDGES = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
+# What transforms and control flow put around a scope.
+_WRAPPED = re.compile(r"^(?:jit|jvp|transpose|vmap|pmap|checkpoint|remat\d*|custom_\w+)\((.*)\)$")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What an instruction came from.
+
+    Attributes:
+        op: the operation of JAX, such as `dot_general`.
+        module: the path of the module that was being called, or an empty one.
+        place: `file.py:12` of the user's line, or an empty one.
+        backward: whether it is of the backward pass.
+        leaf: the leaf of the state that it was made of alone, such as `embed` or `optimizer:0.mu.embed`, or nothing.
+    """
+
+    op: str
+    module: str
+    place: str
+    backward: bool
+    leaf: str = ""
+
+    def __str__(self) -> str:
+        """Returns the places that are known, the nearest to the user first."""
+        known = [self.place, self.module, self.leaf]
+        return " ".join(x for x in known if x) or self.op or "?"
+
+
+def source_of(module: Module, instruction: Instruction, paths: Collection[str]) -> Source:
+    """Returns where an instruction came from.
+
+    Args:
+        module: the program.
+        instruction: one of it.
+        paths: the paths of the model's modules.
+    """
+    op_name = instruction.op_name
+    scopes = [_unwrapped(part) for part in _split(op_name)]
+    found = ""
+    for scope in scopes:
+        for candidate in (f"{found}.{scope}" if found else scope, scope):
+            if candidate in paths:
+                found = candidate
+                break
+    return Source(
+        op=scopes[-1] if scopes else instruction.opcode,
+        module=found,
+        place=user_place(module.stack(instruction)),
+        backward="transpose(" in op_name,
+    )
+
+
+def user_place(stack: list[tuple[str, int, str]]) -> str:
+    """Returns `file.py:12` of the innermost frame that is the user's own, or nothing."""
+    for file, line, function in stack:
+        if is_users(file):
+            return show_line(file, line)
+        if function in EDGES and is_ours(file):
+            break  # what is further out only asked for the step
+    return ""
+
+
+def _split(op_name: str) -> Iterator[str]:
+    """Yields the parts between slashes that stand in no parentheses."""
+    depth, start = 0, 0
+    for place, char in enumerate(op_name):
+        depth += (char == "(") - (char == ")")
+        if char == "/" and depth == 0:
+            yield op_name[start:place]
+            start = place + 1
+    if op_name[start:]:
+        yield op_name[start:]
+
+
+def _unwrapped(part: str) -> str:
+    while wrapped := _WRAPPED.match(part):
+        part = wrapped[1]
+    return part
+
+
+_PASSING = {
+    "bitcast", "convert", "copy", "copy-start", "copy-done", "reshape", "transpose", "slice",
+    "all-gather", "all-gather-start", "all-gather-done", "collective-permute",
+    "collective-permute-start", "collective-permute-done", "dynamic-slice", "get-tuple-element",
+    "optimization-barrier", "tuple", "async-start", "async-done", "all-to-all",
+}  # fmt: skip
+
+
+def leaf_of(module: Module, computation: str, instruction: Instruction) -> str:
+    """Returns the leaf of the state that an instruction only moves, casts or gathers, if one."""
+    return _leaf(module, computation, instruction, None, 0)
+
+
+def _leaf(
+    module: Module, computation: str, instruction: Instruction, index: int | None, depth: int
+) -> str:
+    if depth > 60:
+        return ""
+    own = module.by_name[computation]
+    if instruction.opcode == "parameter":
+        if computation == module.entry:
+            return _leaf_name(instruction.op_name)
+        called = module.callers.get(computation)
+        if called is None:
+            return ""
+        outer, caller = called
+        given = module.by_name[outer]
+        if caller.opcode == "while":
+            before = given.get(caller.operands[0])
+            if before is None or index is None:
+                return ""
+            return _leaf(module, outer, before, index, depth + 1)
+        number = int(instruction.arguments)
+        if number >= len(caller.operands) or caller.operands[number] not in given:
+            return ""
+        return _leaf(module, outer, given[caller.operands[number]], index, depth + 1)
+    if instruction.opcode == "while":
+        before = own.get(instruction.operands[0])
+        return _leaf(module, computation, before, index, depth + 1) if before else ""
+    if instruction.opcode == "tuple" and index is not None:
+        inner = own.get(instruction.operands[index]) if index < len(instruction.operands) else None
+        return _leaf(module, computation, inner, None, depth + 1) if inner else ""
+    if instruction.opcode == "get-tuple-element":
+        place = re.search(r"index=(\d+)", instruction.rest)
+        inner = own.get(instruction.operands[0])
+        if inner is None or place is None:
+            return ""
+        return _leaf(module, computation, inner, int(place[1]), depth + 1)
+    if instruction.opcode == "fusion":
+        inside = module.computations.get(instruction.called[0], [])
+        moves = all(i.opcode in _PASSING | {"parameter", "constant", "compare", "select"}
+                    for i in inside)  # fmt: skip
+        if not moves:
+            return ""
+    elif instruction.opcode not in _PASSING:
+        return ""
+    big = [own[name] for name in instruction.operands if name in own and own[name].shapes]
+    big = [i for i in big if max((s.size for s in i.shapes), default=0) > 1 or len(big) == 1]
+    if index is not None and index < len(big) and len(big) > 1:
+        big = [big[index]]
+    if len(big) != 1:
+        return ""
+    passed = index if instruction.opcode.endswith("-done") else None
+    return _leaf(module, computation, big[0], passed, depth + 1)
+
+
+def _leaf_name(op_name: str) -> str:
+    """Returns `embed` for JAX's `state.model['embed']`."""
+    found = re.fullmatch(r"state\.(\w+)\[['\"](.*)['\"]\]", op_name)
+    if found:
+        return found[2] if found[1] == "model" else f"{found[1]}:{found[2]}"
+    return op_name if op_name.startswith(("state.", "batch")) else ""

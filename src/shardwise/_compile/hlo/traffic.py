@@ -1,0 +1,202 @@
+"""The collectives of a compiled program: over which mesh axes, how large, how often, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..._chips import sent_bytes
+from .program import Instruction, Module, Shape
+from .source import Source, leaf_of, source_of
+
+# The name in HLO, and the one of what it costs.
+_KINDS = {
+    "all-reduce": "psum",
+    "all-gather": "all_gather",
+    "reduce-scatter": "psum_scatter",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "all_to_all",
+    "collective-permute": "ppermute",
+    "collective-broadcast": "pbroadcast",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a compiled program.
+
+    Attributes:
+        kind: as HLO calls it, such as `all-gather`.
+        axes: the mesh axes that it goes along, in the mesh's order.
+        devices: how many take part in one of its groups.
+        shape: of the largest operand on one device, such as `bf16[256,512]`.
+        arrays: how many arrays it moves at once.
+        bytes: that one device sends each time, under the ring model.
+        times: how often a step runs it.
+        source: what it came from.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    devices: int
+    shape: str
+    arrays: int
+    bytes: int
+    times: int
+    source: Source
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes that one device sends in a step."""
+        return self.bytes * self.times
+
+
+def collectives(
+    module: Module, mesh: Mapping[str, int], paths: Collection[str]
+) -> list[Collective]:
+    """Returns every collective of a program, asynchronous and fused ones once each.
+
+    Args:
+        module: the compiled program.
+        mesh: the sizes of the mesh's axes by name, in order.
+        paths: the paths of the model's modules.
+    """
+    found = []
+    for computation, instruction, times in _collective_instructions(module):
+        kind = _kind(module, computation, instruction)
+        members, axes = _axes(instruction, mesh)
+        if members == 1:
+            continue  # over axes of size 1: nothing is sent
+        operands = _operands(module, computation, instruction)
+        if not operands:
+            continue
+        total = sum(shape.nbytes for shape in operands)
+        source = source_of(module, instruction, paths)
+        leaf = leaf_of(module, computation, instruction) if kind != "all-reduce" else ""
+        found.append(
+            Collective(
+                kind=kind,
+                axes=axes,
+                devices=members,
+                shape=str(max(operands, key=lambda shape: shape.nbytes)),
+                arrays=len(operands),
+                bytes=sent_bytes(_KINDS[kind], total, members),
+                times=times,
+                source=dataclasses.replace(source, leaf=leaf),
+            )
+        )
+    return found
+
+
+def _collective_instructions(module: Module) -> Iterator[tuple[str, Instruction, int]]:
+    chains = set()
+    for computation, times, _ in module.runs():
+        for instruction in module.computations.get(computation, ()):
+            if instruction.opcode.removesuffix("-start") not in _KINDS:
+                continue
+            # A TPU cuts a collective into a start, a middle and an end, each fused with other
+            # work, and writes it down in all three: they share a channel and a chain.
+            chain = re.search(r'chain_id="?(\w+)', instruction.rest)
+            if chain is not None:
+                channel = re.search(r"channel_id=(\d+)", instruction.rest)
+                key = (chain[1], channel[1] if channel else "")
+                if key in chains:
+                    continue
+                chains.add(key)
+            yield computation, instruction, times
+
+
+def _kind(module: Module, computation: str, instruction: Instruction) -> str:
+    kind = instruction.opcode.removesuffix("-start")
+    # A TPU's reduce-scatter is an all-reduce fused with the slice that each device keeps.
+    caller = module.callers.get(computation)
+    if kind == "all-reduce" and caller is not None and caller[1].opcode == "fusion":
+        own = caller[1].shapes and instruction.shapes
+        if own and caller[1].shapes[0].size < instruction.shapes[0].size:
+            return "reduce-scatter"
+    return kind
+
+
+def _operands(module: Module, computation: str, instruction: Instruction) -> list[Shape]:
+    own = module.by_name[computation]
+    return [shape for name in instruction.operands if name in own for shape in own[name].shapes]
+
+
+def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
+    """Returns how many devices take part in a group, and the axes that the group spans."""
+    sizes = tuple(mesh.values())
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs:
+        groups = [pair for pair in _lists(pairs) if pair[0] != pair[1]]
+        members = 2 if groups else 1
+    else:
+        groups = replica_groups(instruction.attribute("replica_groups"), math.prod(sizes))
+        members = max((len(group) for group in groups), default=1)
+    used = set()
+    for group in groups:
+        places = np.array(np.unravel_index(np.array(group), sizes))
+        used |= {i for i in range(len(sizes)) if len(set(places[i].tolist())) > 1}
+    return members, tuple(name for i, name in enumerate(mesh) if i in used)
+
+
+def replica_groups(text: str, devices: int) -> list[list[int]]:
+    """Returns the groups that HLO writes as lists, as a reshaped range, or by axes of a mesh."""
+    named = re.match(r"mesh\[([^\]]*)\](.*)", text, re.S)
+    if named:
+        return _named_groups(named[1], named[2])
+    iota = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        shape, dims = _numbers(iota[1]), _numbers(iota[2])
+        order = np.arange(math.prod(dims)).reshape(dims)
+        if iota[3]:
+            order = order.transpose(_numbers(iota[3]))
+        return order.reshape(shape[0], -1).tolist()
+    return _lists(text) or [list(range(devices))]
+
+
+def _named_groups(mesh: str, rest: str) -> list[list[int]]:
+    """Returns the groups of `mesh['a'=2,'b'=4] {'a'}`; of an axis it may take a part, `'b':(2)2`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    order = np.arange(math.prod(sizes.values()))
+    given = re.search(r"device_ids=\(?\[?([\d,\s]+)", rest)
+    if given:
+        order = np.array(_numbers(given[1].replace(" ", "")))
+    used = re.findall(
+        r"'([^']+)'(?::\((\d+)\)(\d+))?", rest[rest.rindex("{") :] if "{" in rest else ""
+    )
+    # Each axis is cut into what comes before a part, the part, and what comes after it.
+    dims: list[int] = []
+    chosen: list[int] = []
+    for name, size in sizes.items():
+        parts = sorted((int(m or 1), int(k or size)) for n, m, k in used if n == name)
+        left = 1
+        for before, part in parts:
+            dims += [before // left, part]
+            chosen.append(len(dims) - 1)
+            left = before * part
+        dims.append(size // left)
+    others = [i for i in range(len(dims)) if i not in chosen]
+    members = math.prod(dims[i] for i in chosen)
+    return order.reshape(dims).transpose(others + chosen).reshape(-1, members).tolist()
+
+
+def _lists(text: str) -> list[list[int]]:
+    return [_numbers(inner) for inner in re.findall(r"\{([\d,]+)\}", text)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def by_axis(rows: Sequence[Collective]) -> dict[str, dict[str, tuple[int, int]]]:
+    """Returns for each set of axes and each kind how many a step runs, and the bytes sent."""
+    table: dict[str, dict[str, tuple[int, int]]] = {}
+    for row in rows:
+        kinds = table.setdefault(",".join(row.axes), {})
+        count, sent = kinds.get(row.kind, (0, 0))
+        kinds[row.kind] = (count + row.times, sent + row.step_bytes)
+    return table

@@ -1,0 +1,183 @@
+"""What is compiled: a training step or a forward pass, jitted, with its abstract arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._base import is_users
+from .._check import LayoutError, check
+from .._jax import quick_tracing
+from .._layout import Layout, Method, call_arguments, method_of
+from .._nnx import Recipe, abstract_model, array_bytes, keyed_leaves, show_path
+from .._step import (
+    Blueprint,
+    data_axes,
+    gathered,
+    module_paths,
+    named_activations,
+    on_mesh,
+    scope_modules,
+)
+
+
+def job_of(recipe: Any, layout: Layout, inputs: Any, method: Method = None) -> Job:
+    if isinstance(recipe, Recipe):
+        return _training_job(recipe, layout)
+    return _forward_job(recipe, layout, inputs, method)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """What is compiled: a jitted function with its abstract arguments, and what is known of it."""
+
+    jitted: Any
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    layout: Layout
+    batch: Any
+    paths: tuple[str, ...]
+    parameters_bytes: int
+    optimizer_bytes: int
+    batch_bytes: int
+    accumulate: int = 1
+
+
+def _training_job(recipe: Recipe, layout: Layout) -> Job:
+    blueprint: Blueprint = make_blueprint(recipe, layout)
+    batch = blueprint.batch
+    return Job(
+        jitted=blueprint.jitted(),
+        arguments=(blueprint.abstract, batch),
+        options=blueprint.compiler_options,
+        layout=blueprint.layout,
+        batch=batch,
+        paths=tuple(module_paths(abstract_model(recipe.model, layout.mesh).modules[()])),
+        parameters_bytes=shard_bytes(blueprint.abstract.model),
+        optimizer_bytes=shard_bytes((blueprint.abstract.optimizer, blueprint.abstract.ema)),
+        batch_bytes=shard_bytes(batch),
+        accumulate=recipe.accumulate,
+    )
+
+
+class Forward:
+    """A model's forward pass as a pure function of its arrays and its inputs."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        graphdef: Any,
+        args: Any,
+        given: list[Any],
+        placed: Any,
+        function: Callable[..., Any],
+    ):
+        """Keeps what the call needs; makes nothing."""
+        self.function = function
+        self.layout, self.graphdef, self.args = layout, graphdef, args
+        self.given, self.placed = given, placed
+
+    def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
+        """Returns what the model returns."""
+        with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
+            arrays = gathered(arrays, self.layout)
+            flat = [arrays[leaf.path] for leaf in self.layout.leaves]
+            model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
+            model.eval()
+            scope_modules(model)
+            rest = iter(inputs)
+            flat = [next(rest) if x is None else x for x in self.given]
+            positional, named = jax.tree.unflatten(self.args, flat)
+            return self.function(model, *positional, **named)
+
+
+def _forward_job(model: Any, layout: Layout, inputs: Any, method: Method) -> Job:
+    if inputs is None:
+        raise ValueError(
+            "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
+            "or give a Recipe, for a training step"
+        )
+    check(layout).raise_if_errors()
+    abstract = abstract_model(model, layout.mesh)
+    leaves = {leaf.keys: leaf for leaf in layout.leaves}
+    keyed = keyed_leaves(abstract.state)
+    missing = [show_path(keys) for keys, _ in keyed if keys not in leaves]
+    if missing:
+        raise ValueError(f"the layout is of another model: it has no {missing[0]}")
+    own = dataclasses.replace(
+        layout,
+        leaves=tuple(leaves[keys] for keys, _ in keyed),
+        treedef=jax.tree.structure(abstract.state),
+    )
+    flat, treedef = jax.tree.flatten(call_arguments(inputs))
+    placed = [_placed(x, own) for x in flat if _is_array(x)]
+    # What is no array, such as train=True, is given as it is.
+    given = [None if _is_array(x) else x for x in flat]
+    arrays = {
+        leaf.path: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(own.mesh, leaf.spec)
+        )
+        for leaf in own.leaves
+    }
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
+    function = method_of(abstract.modules[()], method)
+    forward = Forward(own, abstract.graphdef, treedef, given, placed, function)
+    return Job(
+        jitted=jax.jit(forward.__call__, in_shardings=shardings),
+        arguments=(arrays, placed),
+        options={},
+        layout=own,
+        batch=placed,
+        paths=tuple(module_paths(abstract.modules[()])),
+        parameters_bytes=shard_bytes(arrays),
+        optimizer_bytes=0,
+        batch_bytes=shard_bytes(placed),
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _placed(x: Any, layout: Layout) -> Any:
+    """Returns an input with its sharding: dim 0 over the data axes, where they divide it."""
+    axes = data_axes(layout)
+    ways = math.prod(layout.mesh.shape[axis] for axis in axes)
+    spec = P(axes) if x.shape and axes and x.shape[0] % ways == 0 else P()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
+
+
+def shard_bytes(tree: Any) -> int:
+    """Returns the bytes that one device holds of a pytree of abstract arrays (exact)."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        total += array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    return total
+
+
+def traced(job: Job) -> Any:
+    try:
+        with quick_tracing():
+            return job.jitted.trace(*job.arguments)
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
+
+
+def user_traceback(error: BaseException) -> str:
+    """Returns a traceback cut to the user's own frames."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    told = traceback.format_list(frames) + traceback.format_exception_only(error)
+    lines = "".join(told).rstrip().splitlines()
+    text = "\n".join(line for line in lines if line.strip(" ^~"))
+    # JAX appends where its own frames can be found; they are not the user's.
+    return text.partition("\n--------------------")[0]

@@ -1,0 +1,140 @@
+"""What is known of a layout before anything runs: findings, memory in parts, and whether it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from .._base import show_bytes, show_devices
+from .._check import Findings, check
+from .._layout import Layout
+from .._mesh import target_of
+from .._nnx import Recipe
+from .._step import make_blueprint
+from .compiled import Compiled, Part
+from .job import shard_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One layout, with what was compiled of it, if anything was.
+
+    Attributes:
+        layout: the layout; None for a compilation that was read from a file.
+        compiled: its compilation.
+        optimizer_bytes: on one device (exact); None where no optimizer is known.
+        batch_bytes: alike.
+    """
+
+    layout: Layout | None
+    compiled: Compiled | None = None
+    optimizer_bytes: int | None = None
+    batch_bytes: int | None = None
+
+    @functools.cached_property
+    def findings(self) -> Findings:
+        """What is wrong with the layout itself."""
+        return check(self.layout) if self.layout is not None else Findings(())
+
+    @functools.cached_property
+    def all_findings(self) -> Findings:
+        """And with what was compiled."""
+        more = self.compiled.findings if self.compiled is not None else ()
+        return Findings((*self.findings, *more), self.findings.allowed)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of the mesh's axes by name."""
+        if self.layout is not None:
+            return dict(self.layout.mesh.shape)
+        assert self.compiled is not None, "a plan has a layout or a compilation"
+        return self.compiled.mesh
+
+    @property
+    def target(self) -> str:
+        """The devices, or nothing where none are meant."""
+        if self.compiled is not None:
+            return self.compiled.target
+        chips = self._chips()
+        return str(chips) if chips is not None else ""
+
+    @property
+    def capacity(self) -> int | None:
+        """What a device has, where that is known."""
+        if self.compiled is not None:
+            return self.compiled.memory.capacity if self.compiled.memory is not None else None
+        chips = self._chips()
+        return chips.chip.capacity_bytes if chips is not None else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The memory of one device, in parts; without a compilation, what shapes alone say."""
+        if self.compiled is not None:
+            return self.compiled.memory.parts if self.compiled.memory is not None else ()
+        assert self.layout is not None
+        parts = [
+            ("parameters", self.layout.bytes_per_device),
+            ("optimizer", self.optimizer_bytes or 0),
+            ("batch", self.batch_bytes or 0),
+        ]
+        return tuple(Part(name, size, "exact") for name, size in parts if size)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where that is not known without compiling."""
+        if self.compiled is not None:
+            return self.compiled.fits
+        over = self.capacity is not None and self._held > self.capacity
+        return False if over else None
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has no errors, and is not known not to fit."""
+        return not self.findings.errors and self.fits is not False
+
+    @property
+    def verdict(self) -> str:
+        """Whether it fits, or what it needs, in a sentence."""
+        if self.compiled is not None:
+            return self.compiled.verdict
+        layout, findings = self.layout, self.findings
+        assert layout is not None
+        if findings.errors:
+            return f"cannot run: {findings.summary}"
+        where = show_devices(layout.mesh.size)
+        held = f"{where} holds {show_bytes(layout.bytes_per_device)} of {show_bytes(layout.total_bytes)} (exact)"
+        if layout.mesh.size > 1 and layout.bytes_per_device == layout.total_bytes:
+            held += ": no leaf is split"
+        if self._held > layout.bytes_per_device:
+            held += f", with optimizer and batch {show_bytes(self._held)}"
+        chips = self._chips()
+        if chips is None:
+            return f"{findings.summary}: {held}"
+        has = f"{chips.chip.name} has {show_bytes(chips.chip.capacity_bytes)}"
+        if self.fits is False:
+            less = show_bytes(self._held - chips.chip.capacity_bytes)
+            return f"does not fit: {held}; {has}, {less} too much"
+        return f"{findings.summary}: {held}; {has}"
+
+    @property
+    def _held(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    def _chips(self) -> Any:
+        return target_of(self.layout.mesh) if self.layout is not None else None
+
+
+def plan_of(found: Any, layout: Layout) -> Plan:
+    """Returns what is known of a layout; of a recipe, with its optimizer's and its batch's bytes."""
+    bare = Plan(layout)
+    if not isinstance(found, Recipe) or bare.findings.errors:
+        return bare
+    try:
+        step = make_blueprint(found, layout)
+        optimizer = shard_bytes((step.abstract.optimizer, step.abstract.ema))
+        return Plan(layout, None, optimizer, shard_bytes(step.batch))
+    except ValueError:
+        # A batch that the mesh does not divide, say: running and compiling tell of it.
+        state = layout.for_optimizer(found.optimizer, wrt=found.wrt)
+        return Plan(layout, None, state.bytes_per_device)

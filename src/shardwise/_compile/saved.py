@@ -1,0 +1,137 @@
+"""Reads a saved compilation, and refuses one that is damaged or something else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from typing import Any, TypeVar
+
+from .._check import Finding, Findings
+from .compiled import FORMAT, Compiled, Memory
+from .hlo import Buffer, Collective, Source
+
+T = TypeVar("T")
+
+
+def load_compiled(path: str | os.PathLike[str]) -> Compiled:
+    """Returns what `Compiled.save` wrote, without the program itself.
+
+    Raises:
+        ValueError: the file is something else, or damaged.
+
+    Example:
+        >>> import tempfile, jax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> compiled = sw.compile(make, layout, inputs=jax.ShapeDtypeStruct((8, 16), "float32"))
+        >>> path = tempfile.mkdtemp() + "/compiled.json"
+        >>> compiled.save(path)
+        >>> bool(sw.diff(sw.load_compiled(path), compiled))
+        False
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ValueError(f"{name} is not a saved compilation: {why}") from error
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is empty" if not text.strip() else f"it is not JSON, or cut short ({error})"
+        raise ValueError(f"{name} is not a saved compilation: {why}") from error
+    try:
+        return _compiled(found)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} is not a saved compilation: {error}; "
+            f"compiled.save and shardwise compile --save write one"
+        ) from error
+
+
+def _compiled(found: Any) -> Compiled:
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, and not an object")
+    if "leaves" in found and "memory" not in found:
+        raise ValueError("it is a layout, which sw.load_layout reads")
+    if found.get("format", FORMAT) != FORMAT:
+        raise ValueError(f"it is of format {found['format']!r}, this version reads {FORMAT}")
+    _require(found, ("format", "memory", "collectives", "buffers", "findings"), "it")
+    seen = found["collectives"] is not None
+    fields = {
+        **found,
+        "memory": None if found["memory"] is None else _made(Memory, found["memory"], "memory"),
+        "collectives": _rows(Collective, found["collectives"] or [], "collectives"),
+        "buffers": _rows(Buffer, found["buffers"], "buffers"),
+        "findings": Findings(_rows(Finding, found["findings"], "findings")),
+        "not_counted": found.get("not_counted", {}),
+    }
+    made = _made(Compiled, fields, "it")
+    # What follows from the rest is written too: where the two differ, something was changed.
+    again = json.loads(json.dumps(made.to_dict()))
+    for name in ("fits", "spare_bytes", "by_axis"):
+        if found.get(name) != again[name]:
+            raise ValueError(f"it is damaged: its {name!r} does not agree with the rest of it")
+    if made.has_program != seen or (made.memory and not _adds_up(made.memory)):
+        raise ValueError("it is damaged: its numbers do not agree with each other")
+    return made
+
+
+def _adds_up(memory: Memory) -> bool:
+    beyond = memory.outputs - memory.aliased
+    return memory.peak == memory.arguments + beyond + memory.temporaries
+
+
+def _rows(kind: type[T], rows: Any, name: str) -> tuple[T, ...]:
+    if not isinstance(rows, list):
+        raise ValueError(f"its {name!r} is a {type(rows).__name__}, and not a list")
+    return tuple(_made(kind, row, f"{name}[{i}]") for i, row in enumerate(rows))
+
+
+def _made(kind: type[T], row: Any, where: str) -> T:
+    """Returns a dataclass of the fields in `row`, each of which must be of its type."""
+    if not isinstance(row, dict):
+        raise ValueError(f"its {where!r} is a {type(row).__name__}, and not an object")
+    hints = typing.get_type_hints(kind, localns={"Layout": object})
+    fields = {}
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name not in row:
+            no_default = field.default is field.default_factory is dataclasses.MISSING
+            if no_default:
+                raise ValueError(f"{where} has no {field.name!r}")
+            continue
+        value, hint = row[field.name], hints[field.name]
+        if hint is Source:
+            value = _made(Source, value, f"{where}.{field.name}")
+        elif typing.get_origin(hint) is tuple and isinstance(value, list):
+            value = tuple(value)
+        if not _is_a(value, hint):
+            raise ValueError(f"{field.name!r} of {where} is {str(value)[:40]!r}")
+        fields[field.name] = value
+    return kind(**fields)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_a(value, each) for each in inner)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_a(each, inner[1]) for each in value.values())
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _require(row: dict[str, Any], names: tuple[str, ...], where: str) -> None:
+    for name in names:
+        if name not in row:
+            raise ValueError(f"{where} has no {name!r}")

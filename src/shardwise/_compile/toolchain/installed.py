@@ -1,0 +1,95 @@
+"""Which compilers for absent chips are installed, and how to get those that are not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+
+from ..._base import option
+from ..._chips import Target
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compiler:
+    """One compiler, as it is installed here.
+
+    Attributes:
+        platform: `tpu` or `gpu`.
+        versions: of each of its packages that is installed.
+        problem: what keeps it from being used, in one sentence with the command that mends it;
+            empty if nothing does.
+    """
+
+    platform: str
+    versions: dict[str, str]
+    problem: str
+
+
+def find_compiler(platform: str) -> Compiler:
+    """Returns the compiler for a platform, or what is missing of it."""
+    return _tpu() if platform == "tpu" else _gpu()
+
+
+def require_compiler(target: Target) -> Compiler:
+    """Returns the compiler for a target.
+
+    Raises:
+        ValueError: it is not installed, or not of the right version.
+    """
+    found = find_compiler(target.platform)
+    if found.problem:
+        raise ValueError(f"{option('on', str(target))} {found.problem}")
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tpu() -> Compiler:
+    installed = _version("libtpu")
+    if installed is None:
+        return Compiler(
+            "tpu",
+            {},
+            'needs the TPU compiler, which is not installed: pip install "shardwise[tpu]"',
+        )
+    jax = _version("jax") or ""
+    wanted = ""
+    for line in importlib.metadata.requires("jax") or ():
+        pinned = re.match(r"libtpu\s*==\s*([\w.*]+)\s*;.*extra\s*==\s*['\"]tpu", line)
+        wanted = pinned[1] if pinned else wanted
+    problem = ""
+    if wanted and not installed.startswith(wanted.removesuffix("*").removesuffix(".")):
+        problem = (
+            f"needs libtpu {wanted} with jax {jax}, but {installed} is installed: "
+            f'pip install "jax[tpu]=={jax}"'
+        )
+    return Compiler("tpu", {"libtpu": installed}, problem)
+
+
+def _gpu() -> Compiler:
+    jaxlib = _version("jaxlib") or ""
+    for cuda in ("13", "12"):
+        names = (f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt")
+        versions = {name: _version(name) for name in names}
+        if not any(versions.values()):
+            continue
+        have = {name: version for name, version in versions.items() if version}
+        wrong = [name for name in names if versions[name] != jaxlib]
+        problem = ""
+        if wrong:
+            got = versions[wrong[0]] or "not installed"
+            commands = " ".join(f"{name}=={jaxlib}" for name in names)
+            problem = (
+                f"needs {wrong[0]} of jaxlib's version {jaxlib}, but it is {got}: "
+                f"pip install {commands}"
+            )
+        return Compiler("gpu", have, problem)
+    return Compiler(
+        "gpu", {}, 'needs the GPU compiler, which is not installed: pip install "shardwise[gpu]"'
+    )

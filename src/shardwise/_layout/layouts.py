@@ -1,0 +1,387 @@
+"""The layout: every leaf's spec on one mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._base import count, either, show_bytes, show_devices, text_table
+from .._jax import show_value
+from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
+from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
+from . import lockfile
+from .flow import Method, method_of, trace_flow
+from .optimizer import optimizer_leaves
+from .rows import HEADER, leaf_rows, show_shape
+from .rules import Logical, Patterns, Rules, Scene, from_annotations
+from .strategies import flatten_rules
+
+if TYPE_CHECKING:
+    from .._report import Report
+    from .flow import Flow
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Every leaf of a model's state, with its spec, on one mesh.
+
+    Made by `sw.layout`. `specs`, `shardings` and `abstract` are pytrees of the structure of
+    `nnx.split(model)[1]`.
+
+    Attributes:
+        mesh: the mesh.
+        leaves: the leaves, in the order of the state's pytree.
+        treedef: the structure of the state.
+        dead_patterns: path patterns that matched no leaf, each with the nearest path.
+    """
+
+    mesh: AnyMesh
+    leaves: tuple[Leaf, ...]
+    treedef: Any
+    dead_patterns: tuple[tuple[str, str], ...] = ()
+
+    def __getitem__(self, path: str) -> Leaf:
+        """Returns the leaf at a dotted path.
+
+        Raises:
+            KeyError: no leaf has this path; the nearest ones are named.
+        """
+        try:
+            return self._by_path[path]
+        except KeyError:
+            near = difflib.get_close_matches(str(path), self._by_path, n=3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise KeyError(f"no leaf has the path {path!r}{hint}") from None
+
+    @property
+    def specs(self) -> Any:
+        """The specs, as a pytree of the state's structure."""
+        return self._tree([leaf.spec for leaf in self.leaves])
+
+    @property
+    def shardings(self) -> Any:
+        """A `NamedSharding` for each leaf, as a pytree of the state's structure.
+
+        Raises:
+            ValueError: a spec cannot be applied; all such leaves are named.
+        """
+        return self._tree(self._shardings())
+
+    @property
+    def abstract(self) -> Any:
+        """A `jax.ShapeDtypeStruct` with its sharding for each leaf, as a pytree."""
+        return self._tree(
+            [
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+                for leaf, sharding in zip(self.leaves, self._shardings(), strict=True)
+            ]
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole state, each leaf once (exact)."""
+        return sum(leaf.bytes for leaf in self.leaves)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes that one device holds (exact); a leaf whose spec has faults counts whole."""
+        return sum(leaf.held_bytes for leaf in self.leaves)
+
+    def on(self, mesh: AnyMesh) -> Layout:
+        """Returns the same specs on another mesh, such as a real one after an abstract one."""
+        sizes = _sizes(mesh)
+        leaves = tuple(dataclasses.replace(leaf, sizes=sizes) for leaf in self.leaves)
+        return dataclasses.replace(self, mesh=mesh, leaves=leaves)
+
+    def explain(self, path: str) -> str:
+        """Returns who decided a leaf's spec, from what, and what else was considered."""
+        leaf = self[path]
+        lines = [f"{leaf.path}  {show_shape(leaf)}  {leaf.kind}  on {show_mesh(self.mesh)}"]
+        if leaf.faults:
+            lines += [f"  spec {show_spec(leaf.spec)}"]
+            lines += [f"  error {f.code}: {f.message}; {f.help}" for f in leaf.faults]
+        else:
+            shard = ",".join(map(str, leaf.shard_shape))
+            lines.append(
+                f"  spec {show_spec(leaf.spec)}  shard [{shard}]  {show_bytes(leaf.shard_bytes)} of "
+                f"{show_bytes(leaf.bytes)} on each device  copies {leaf.copies}"
+            )
+        lines.append(f"  decided by {leaf.reason}")
+        considered = leaf.trail or (Opinion(None, "no rule matched this leaf"),)
+        lines.append("  considered, in order:")
+        for opinion in considered:
+            verdict = show_spec(opinion.spec) if opinion.spec is not None else "no opinion"
+            source = f"{opinion.source}: " if opinion.source else ""
+            lines.append(f"    {source}{verdict}{' - ' if opinion.reason else ''}{opinion.reason}")
+            for pattern, spec in opinion.clashes:
+                lines.append(f"      {pattern!r} says {show_spec(spec)}")
+        return "\n".join(lines)
+
+    def for_optimizer(self, tx: Any, *, wrt: Any = nnx.Param) -> Layout:
+        """Returns the layout of `tx`'s state: each part follows the parameter that it belongs to.
+
+        Args:
+            tx: any optax transformation.
+            wrt: which variables it trains; its state is that of `tx.init(nnx.state(model, wrt))`.
+
+        Example:
+            >>> import optax, shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0))
+            >>> layout = sw.layout(make, sw.mesh("data=8", on="none"), "fsdp")
+            >>> layout.for_optimizer(optax.adamw(1e-3))["0.mu.kernel"].spec
+            P(None, 'data')
+        """
+        if not hasattr(tx, "init"):
+            raise ValueError(f"{show_value(tx)} is not an optax transformation: it has no init")
+        leaves, treedef = optimizer_leaves(self.leaves, self.treedef, tx, wrt)
+        return Layout(self.mesh, tuple(leaves), treedef)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the layout as a lockfile: JSON that is stable and easy to review."""
+        lockfile.write(path, self.lockfile())
+
+    def lockfile(self) -> str:
+        """Returns the text that `save` writes."""
+        return lockfile.text(self.mesh, self.leaves, self.dead_patterns)
+
+    def report(self, *, against: Layout | None = None) -> Report:
+        """Returns one HTML page: findings, memory, the model as a tree and by size, and the mesh.
+
+        Args:
+            against: another layout, to stand beside it.
+
+        Example:
+            >>> import shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+            >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), "tensor")
+            >>> layout.report().title
+            'model=4'
+        """
+        from .._report import report_of
+
+        return report_of(self, against)
+
+    def __str__(self) -> str:
+        """Returns a table: path, shape, spec, shard, bytes per device, copies."""
+        return text_table(HEADER, leaf_rows(self.leaves), self._caption())
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
+    def _caption(self) -> str:
+        wrong = sum(bool(leaf.faults) for leaf in self.leaves)
+        note = f"; {wrong} with errors, counted whole: see sw.check" if wrong else ""
+        return (
+            f"{count(len(self.leaves), 'leaf', 'leaves')} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
+            f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}{self._left()}"
+        )
+
+    def _left(self) -> str:
+        """Returns what a strategy was to split and did not, and why, in a clause."""
+        told = []
+        for why in get_args(Left):
+            left = [leaf for leaf in self.leaves if leaf.left == why and leaf.is_whole]
+            if why and left:
+                size = show_bytes(sum(leaf.held_bytes for leaf in left))
+                told.append(f"{count(len(left), f'{why} leaf', f'{why} leaves')} ({size})")
+        return f"; not split: {', '.join(told)}" if told else ""
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, Leaf]:
+        return {leaf.path: leaf for leaf in self.leaves}
+
+    def _tree(self, values: list[Any]) -> Any:
+        return jax.tree.unflatten(self.treedef, values)
+
+    def _shardings(self) -> list[NamedSharding]:
+        wrong = [(leaf, leaf.faults[0]) for leaf in self.leaves if leaf.faults]
+        if wrong:
+            told = "; ".join(f"{leaf.path}: {fault.message}" for leaf, fault in wrong[:3])
+            more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise ValueError(
+                f"the layout has no shardings, because {count(len(wrong), 'spec')} cannot be applied: "
+                f"{told}{more}; {either('sw.check(layout)', 'shardwise check')} says what would work"
+            )
+        return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
+
+
+def layout(
+    model: Model | Recipe,
+    mesh: AnyMesh,
+    rules: Rules = None,
+    *,
+    logical: Logical | None = None,
+    inputs: Any = None,
+    method: Method = None,
+) -> Layout:
+    """Returns the layout of a model on a mesh; no array is made.
+
+    Args:
+        model: a function of no arguments that returns an `nnx.Module`, such a module, or an
+            abstract one; or a `Recipe`, for its model: strategies then trace its loss.
+        mesh: from `sw.mesh`, or any mesh of JAX.
+        rules: applied in order after the model's own annotations: a dict of path patterns, a
+            function of a leaf, a strategy or its name, or a list of these.
+        logical: where the names of annotations go: `{"mlp": "model", "embed": None}`.
+        inputs: what the model is called with, for strategies that trace the forward pass: a
+            tuple of positional arguments, a dict of keyword arguments, or one argument;
+            arrays or `jax.ShapeDtypeStruct`s.
+        method: what is called with `inputs` instead of the model's `__call__`: the name of a
+            method, or a function `method(model, *inputs)`.
+
+    Raises:
+        ValueError: the model, the mesh or a rule is not one. What is wrong with single
+            leaves is not raised but kept for `sw.check`.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=2,model=4", on="none"),
+        ...                    {"**.kernel": P(None, "model"), "**.bias": P("model")})
+        >>> print(layout)
+        path    shape          spec              shard   bytes/device  copies
+        bias    float32[16]    P('model')        [4]             16 B       2
+        kernel  float32[8,16]  P(None, 'model')  [8,4]          128 B       2
+        2 leaves on data=2,model=4: 144 B of 576 B on each of 8 devices (exact)
+    """
+    sizes = _sizes(mesh)
+    recipe = model if isinstance(model, Recipe) else None
+    abstract = abstract_model(model.model if isinstance(model, Recipe) else model, mesh)
+    leaves = leaves_of(abstract, sizes)
+    if method is not None:
+        method_of(abstract.modules[()], method)
+        if inputs is None:
+            raise ValueError(f"method={show_value(method)} needs inputs=: what it is called with")
+    flow = functools.cache(lambda: trace_flow(abstract, mesh, inputs, method, recipe))
+
+    def traced_anyway() -> Flow | None:
+        # A strategy that can do without is no reason to trace a recipe's loss.
+        return flow() if inputs is not None or flow.cache_info().currsize else None
+
+    scene = Scene(abstract, sizes, flow, traced_anyway)
+    named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
+    for source, rule in named:
+        pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
+        leaves = [_apply(leaf, source, pick) for leaf in leaves]
+    treedef = jax.tree.structure(abstract.state)
+    dead = tuple(d for _, rule in named if isinstance(rule, Patterns) for d in _dead(rule, leaves))
+    return Layout(mesh, tuple(leaves), treedef, dead)
+
+
+def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> Layout:
+    """Returns the layout that `Layout.save` wrote.
+
+    Its trees are nested dicts by path, since a lockfile has no modules; `sw.init` and
+    `sw.shard` match it to a model by path, shape and dtype.
+
+    Args:
+        path: the lockfile.
+        mesh: where it is to lie; without, an abstract mesh of the axes that it names.
+
+    Raises:
+        ValueError: the file is not a lockfile.
+
+    Example:
+        >>> import tempfile, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=4", on="none"), "dp")
+        >>> path = tempfile.mkdtemp() + "/layout.json"
+        >>> layout.save(path)
+        >>> sw.load_layout(path)["kernel"].shape
+        (8, 16)
+    """
+    saved_mesh, leaves, dead = lockfile.read(path)
+    tree: dict[Any, Any] = {}
+    for i, leaf in enumerate(leaves):
+        node: Any = tree
+        for key in leaf.keys[:-1]:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else node
+        last = leaf.keys[-1] if leaf.keys else ""
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(f"{path} is a damaged layout: {leaf.path} stands in it twice")
+        node[last] = i
+    order = jax.tree.leaves(tree)
+    ordered = tuple(leaves[i] for i in order)
+    found = Layout(saved_mesh, ordered, jax.tree.structure(tree), dead)
+    return found if mesh is None else found.on(mesh)
+
+
+def _sizes(mesh: AnyMesh) -> dict[str, int]:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"the mesh is {show_value(mesh)}, a {type(mesh).__name__}: give sw.mesh('data=2,model=4') "
+            f"or a jax.sharding.Mesh"
+        )
+    return dict(mesh.shape)
+
+
+def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
+    try:
+        said = pick(leaf)
+    except Exception as error:
+        error.add_note(f"while the rule {source!r} looked at the leaf {leaf.path!r}")
+        raise
+    if said is None:
+        return leaf
+    if not isinstance(said, Opinion):
+        said = Opinion(require_spec(said, f"rule {source!r} at {leaf.path!r}"))
+    elif said.spec is not None:
+        require_spec(said.spec, f"rule {source!r} at {leaf.path!r}")
+    said = dataclasses.replace(said, source=source)
+    trail = (*leaf.trail, said)
+    if said.spec is None:
+        # While nobody has decided, why the last one did not is the best reason there is.
+        undecided = said.reason and all(opinion.spec is None for opinion in leaf.trail)
+        reason = f"{source}: {said.reason}" if undecided else leaf.reason
+        return dataclasses.replace(leaf, reason=reason, trail=trail, left=said.left or leaf.left)
+    reason = f"{source}: {said.reason}" if said.reason else source
+    if said.refines and leaf.spec != P():
+        reason = f"{leaf.reason}; then {reason}"
+    kept = leaf.gathered if said.refines else frozenset()
+    return dataclasses.replace(
+        leaf,
+        spec=said.spec,
+        reason=reason,
+        trail=trail,
+        gathered=kept | said.gathered,
+        meant=said.meant,
+        left=said.left,
+    )
+
+
+def require_layout(given: Any) -> Layout:
+    """Returns what was given, if it is a layout.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(given, Layout):
+        raise ValueError(f"the layout is of type {type(given).__name__}: make one with sw.layout")
+    return given
+
+
+def _dead(rule: Patterns, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+    alive = {pattern for leaf in leaves for pattern, _ in rule.matches(leaf)}
+    paths = [leaf.path for leaf in leaves]
+    found = []
+    for pattern in rule.specs:
+        if pattern not in alive:
+            near = difflib.get_close_matches(pattern, paths, n=1, cutoff=0.3)
+            found.append((pattern, near[0] if near else ""))
+    return found

@@ -1,0 +1,172 @@
+"""Layouts on disk: JSON with one line for each leaf, so that a review shows what moved."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from .._base import write_whole
+from .._mesh import AnyMesh, mesh_types, parse_spec, show_spec
+from .._nnx import Leaf, Left, Opinion, show_path, split_path
+
+FORMAT = 1
+_KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[str, str]]) -> str:
+    """Returns a lockfile's text."""
+    head = {
+        "format": FORMAT,
+        "versions": {name: metadata.version(name) for name in ("shardwise", "jax", "flax")},
+        "mesh": dict(mesh.shape),
+        "axis_types": mesh_types(mesh),
+        "total_bytes": sum(leaf.bytes for leaf in leaves),
+        "dead_patterns": [list(pair) for pair in dead_patterns],
+        "bytes_per_device": sum(leaf.held_bytes for leaf in leaves),
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]
+    return "\n".join(["{", *lines, '  "leaves": [', ",\n".join(rows), "  ]", "}", ""])
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a lockfile, whole or not at all."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        told = f"the layout cannot be written to {os.fspath(path)}: {error.strerror}"
+        raise ValueError(told) from error
+
+
+def read(
+    path: str | os.PathLike[str],
+) -> tuple[AbstractMesh, list[Leaf], tuple[tuple[str, str], ...]]:
+    """Returns the mesh, abstract, the leaves and the dead patterns of a lockfile.
+
+    Raises:
+        ValueError: it cannot be read, or is not one.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"the layout {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a layout: it is not JSON ({error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        got = data.get("format") if isinstance(data, dict) else None
+        raise ValueError(f"{path} is not a layout of format {FORMAT}: its format is {got!r}")
+    try:
+        sizes = {str(axis): int(size) for axis, size in data["mesh"].items()}
+        types = tuple(AxisType[data["axis_types"][axis]] for axis in sizes)
+        if not all(size > 0 for size in sizes.values()):
+            raise ValueError(f"the mesh is {sizes}")
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+        dead = tuple((str(pattern), str(near)) for pattern, near in data["dead_patterns"])
+        return mesh, [_leaf(row, sizes) for row in data["leaves"]], dead
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
+
+
+def _row(leaf: Leaf) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "path": leaf.path,
+        "kind": leaf.kind,
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": show_spec(leaf.spec),
+    }
+    if not leaf.faults:
+        row |= {"shard": list(leaf.shard_shape), "copies": leaf.copies}
+    row["reason"] = leaf.reason
+    if _keys(leaf.path) != leaf.keys:
+        row["keys"] = list(leaf.keys)
+    # What a check needs beyond the spec itself: a saved layout has the same findings.
+    if leaf.names is not None:
+        row["names"] = show_spec(P(*leaf.names))
+    deciders = [o for o in leaf.trail if o.spec is not None and not o.refines]
+    if deciders:
+        row["by"] = deciders[-1].source
+        if deciders[-1].clashes:
+            row["clashes"] = [[p, show_spec(spec)] for p, spec in deciders[-1].clashes]
+    if leaf.meant:
+        row["meant"] = True
+    if leaf.left:
+        row["left"] = leaf.left
+    if leaf.gathered:
+        row["gathered"] = sorted(leaf.gathered)
+    if leaf.stacked:
+        row["stacked"] = list(leaf.stacked)
+    return row
+
+
+def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
+    keys = _hashable(row["keys"]) if "keys" in row else _keys(row["path"])
+    if show_path(keys) != row["path"]:
+        raise ValueError(f"path {row['path']!r} and keys {keys!r} disagree")
+    spec = parse_spec(row["spec"])
+    clashes = tuple((pattern, parse_spec(said)) for pattern, said in row.get("clashes", ()))
+    trail = (Opinion(spec, row["reason"], row["by"], clashes=clashes),) if "by" in row else ()
+    return Leaf(
+        path=row["path"],
+        keys=keys,
+        shape=_shape(row["shape"]),
+        dtype=_dtype(row["dtype"]),
+        kind=row["kind"],
+        sizes=sizes,
+        spec=spec,
+        reason=row["reason"],
+        names=tuple(parse_spec(row["names"])) if "names" in row else None,
+        trail=trail,
+        meant=bool(row.get("meant", False)),
+        left=_left(row.get("left", "")),
+        gathered=frozenset(row.get("gathered", ())),
+        stacked=tuple(row.get("stacked", ())),
+    )
+
+
+def _hashable(keys: Any) -> Any:
+    """Returns keys as they were before JSON made lists of tuples, as `nnx.WeightNorm` has them."""
+    return tuple(map(_hashable, keys)) if isinstance(keys, list) else keys
+
+
+def _left(why: Any) -> Left:
+    if why not in get_args(Left):
+        raise ValueError(f"left {why!r} is not known")
+    return why
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise ValueError(f"shape {sizes!r} is not one")
+    return tuple(sizes)
+
+
+def _keys(path: str) -> tuple[Any, ...]:
+    return tuple(int(step) if step.isdecimal() else step for step in split_path(path))
+
+
+def _dtype(name: str) -> Any:
+    if not name.startswith("key<"):
+        return jnp.dtype(name)
+    return jax.eval_shape(lambda: jax.random.key(0, impl=key_impl(name))).dtype
+
+
+def key_impl(name: str) -> str:
+    """Returns the implementation of random keys whose dtype has this name.
+
+    Raises:
+        ValueError: this version of JAX has none.
+    """
+    for impl in _KEY_IMPLS:
+        if str(jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype) == name:
+            return impl
+    raise ValueError(f"dtype {name!r} is not known to this version of JAX")

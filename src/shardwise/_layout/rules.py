@@ -1,0 +1,265 @@
+"""Rules: what chooses a spec for a leaf. Annotations, path patterns, ranks and plain functions.
+
+A rule is a function `(leaf) -> PartitionSpec | None`. It may return an `Opinion` to give its
+reason. A strategy, which must see the whole model, has a method `bind` that returns such a function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from flax.core import spmd as flax_spmd
+from jax.sharding import PartitionSpec as P
+
+from .._base import count, either
+from .._jax import show_value
+from .._mesh import Axes, dim_axes, normal_spec, require_spec, show_spec
+from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
+
+if TYPE_CHECKING:
+    from .flow import Flow
+
+Rule = Callable[[Leaf], P | Opinion | None]
+Logical = Mapping[str, str | Sequence[str] | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scene:
+    """What a strategy may look at before it decides: the whole model at once.
+
+    Attributes:
+        model: the abstract model.
+        sizes: the mesh's axes and their sizes.
+        flow: returns how each leaf's dims flow through the forward pass, or None when
+            `layout` was given neither inputs nor a recipe.
+        known: the same, but None where only a recipe's loss could be traced, and was not yet.
+    """
+
+    model: AbstractModel
+    sizes: Mapping[str, int]
+    flow: Callable[[], Flow | None]
+    known: Callable[[], Flow | None]
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """A rule that needs the whole model before it can speak of one leaf."""
+
+    def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
+        """Returns the rule for these leaves, whose specs earlier rules have set."""
+        ...
+
+
+Rules = Rule | Strategy | Mapping[str, P] | str | Sequence[Any] | None
+
+
+def by_rank(specs: Mapping[int, P]) -> Rule:
+    """Returns a rule that picks a spec by a leaf's number of dims.
+
+    Stacked dims do not count, so that a scanned layer gets the spec of a plain one, with
+    None for the stack.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> from jax.sharding import PartitionSpec as P
+        >>> make = lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        >>> rule = sw.by_rank({2: P(None, "model"), 1: P("model")})
+        >>> sw.layout(make, sw.mesh("model=4", on="none"), rule)["kernel"].shard_shape
+        (4, 2)
+    """
+    if not isinstance(specs, Mapping):
+        raise ValueError(f"by_rank takes {{rank: spec}}, got a {type(specs).__name__}")
+    for rank, spec in specs.items():
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+            raise ValueError(
+                f"by_rank has the rank {show_value(rank)}: ranks are numbers of dims, 0 and up"
+            )
+        require_spec(spec, f"by_rank({{{rank}: ...}})")
+
+    def pick(leaf: Leaf) -> Opinion | None:
+        rank = leaf.ndim - len(leaf.stacked)
+        if rank not in specs:
+            return None
+        entries = list(specs[rank])
+        for dim in leaf.stacked:
+            entries.insert(dim, None) if dim <= len(entries) else None
+        stack = f", and {len(leaf.stacked)} of stacked layers" if leaf.stacked else ""
+        return Opinion(P(*entries), f"a leaf of {count(rank, 'dim')}{stack}")
+
+    pick.__name__ = "by_rank"
+    return pick
+
+
+def replicate() -> Rule:
+    """Returns a rule that replicates every leaf on every device, on purpose.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+        >>> sw.layout(make, sw.mesh("data=4", on="none"), sw.replicate())["kernel"].copies
+        4
+    """
+    return _replicate
+
+
+def _replicate(leaf: Leaf) -> Opinion:
+    return Opinion(P(), "replicated on every device, as asked", meant=True)
+
+
+_replicate.__name__ = "replicate"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Patterns:
+    """Path patterns with their specs: `*` is one step of a path, `**` zero or more."""
+
+    specs: Mapping[str, P]
+    compiled: tuple[tuple[str, re.Pattern[str], P], ...]
+
+    def matches(self, leaf: Leaf) -> list[tuple[str, P]]:
+        """Returns each pattern that matches, with its spec."""
+        text = steps_text(leaf.keys)
+        return [(pattern, spec) for pattern, regex, spec in self.compiled if regex.fullmatch(text)]
+
+    def __call__(self, leaf: Leaf) -> Opinion | None:
+        """Returns the spec of the pattern that matches; clashes are kept for `check`."""
+        found = self.matches(leaf)
+        if not found:
+            return None
+        pattern, spec = found[0]
+        disagree = any(normal_spec(other) != normal_spec(spec) for _, other in found[1:])
+        return Opinion(spec, f"path matches {pattern!r}", clashes=tuple(found) if disagree else ())
+
+
+def patterns(specs: Mapping[str, P]) -> Patterns:
+    """Returns the rule of a dict of path patterns.
+
+    Raises:
+        ValueError: a pattern is not a string of steps, or its spec is not a spec.
+    """
+    compiled = []
+    for pattern, spec in specs.items():
+        if not isinstance(pattern, str) or not pattern or "" in split_path(pattern):
+            raise ValueError(
+                f"{pattern!r} is not a path pattern: write steps with dots, such as "
+                f"'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
+            )
+        if any(
+            isinstance(s, str) and s in pattern.split(".") and "[" in s for s in split_path(pattern)
+        ):
+            raise ValueError(
+                f"{pattern!r} is not a path pattern: in a step only * and ? are wild, "
+                f"and ['a.b'] is a key with a dot"
+            )
+        compiled.append(
+            (pattern, pattern_regex(pattern), require_spec(spec, f"pattern {pattern!r}"))
+        )
+    return Patterns(dict(specs), tuple(compiled))
+
+
+def pattern_regex(pattern: str) -> re.Pattern[str]:
+    """Returns the regex of a path pattern, over the text that `steps_text` makes."""
+    glob = {"*": r"[^\x00]*", "?": r"[^\x00]"}
+    parts = []
+    for step in split_path(pattern):
+        if step == "**":
+            parts.append(r"(?:[^\x00]*\x00)*")
+        elif isinstance(step, str) and step not in pattern.split("."):  # ['a.b']: one key, as it is
+            parts.append(re.escape(step) + r"\x00")
+        else:
+            parts.append("".join(glob.get(c) or re.escape(c) for c in str(step)) + r"\x00")
+    return re.compile("".join(parts))
+
+
+def steps_text(keys: Sequence[Any]) -> str:
+    """Returns the text of a path's keys that a pattern's regex is matched with."""
+    return "".join(f"{key}\0" for key in keys)
+
+
+def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
+    """Returns the rule of the model's own annotations.
+
+    Names are resolved by `logical` first, then by the variable's own `sharding_rules`, then
+    by Flax's active logical axis rules; a name that is itself an axis of the mesh stands.
+    What none of them resolves stays in the spec, for `check` to find.
+    """
+    if logical is not None and not isinstance(logical, Mapping):
+        raise ValueError(
+            f"logical is a {type(logical).__name__}: give a dict, {{'mlp': 'model', 'embed': None}}"
+        )
+    table = {name: _as_axes(name, to) for name, to in (logical or {}).items()}
+    active = once(flax_spmd.get_logical_axis_rules(), "Flax's active logical axis rules")
+    own = {
+        keys: once(rules, f"the sharding_rules of {'.'.join(map(str, keys))}")
+        for keys, variable in model.variables
+        if (rules := sharding_rules_of(variable))
+    }
+
+    def pick(leaf: Leaf) -> Opinion | None:
+        if leaf.names is None:
+            return None
+        rules = own.get(leaf.keys, {})
+
+        def resolve(name: str) -> Axes:
+            if name in table:
+                return table[name]
+            if name in rules:
+                return rules[name]
+            return active.get(name, (name,))
+
+        entries = []
+        for entry in leaf.names:
+            axes = tuple(axis for name in dim_axes(entry) for axis in resolve(name))
+            entries.append(axes[0] if len(axes) == 1 else (axes or None))
+        spec = P(*entries)
+        written = show_spec(P(*leaf.names))
+        came = f" with names {written}" if list(spec) != list(leaf.names) else f" {written}"
+        return Opinion(spec, f"the model's annotation{came}")
+
+    pick.__name__ = "annotation"
+    return pick
+
+
+def require_axes(axes: Sequence[str], sizes: Mapping[str, int], what: str) -> None:
+    """Raises a ValueError if the mesh lacks one of `axes`."""
+    for axis in axes:
+        if axis not in sizes:
+            raise ValueError(
+                f"{what} is over axis {axis!r}, which the mesh does not have: "
+                f"its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
+            )
+
+
+def once(pairs: Any, what: str) -> dict[str, Axes]:
+    """Returns Flax's pairs of name and axis as a dict.
+
+    Raises:
+        ValueError: a name goes to two places; Flax itself would silently take the last.
+    """
+    found: dict[str, Axes] = {}
+    for name, to in pairs or ():
+        axes = dim_axes(to)
+        if found.setdefault(name, axes) != axes:
+            raise ValueError(
+                f"{what} send {name!r} to {found[name] or None!r} and to {axes or None!r}: "
+                f"say it once"
+            )
+    return found
+
+
+def _as_axes(name: str, to: str | Sequence[str] | None) -> Axes:
+    if to is None or isinstance(to, str):
+        return dim_axes(to)
+    if isinstance(to, Sequence) and all(isinstance(axis, str) for axis in to):
+        return tuple(to)
+    raise ValueError(
+        either(
+            f"logical={{{name!r}: {show_value(to)}}} is not an axis: give an axis name, a tuple of them, or None",
+            f"[logical] {name} = {show_value(to)} is not an axis: give an axis name, or a list of them",
+        )
+    )

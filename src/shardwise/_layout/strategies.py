@@ -1,0 +1,226 @@
+"""Strategies by name, and FSDP."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._base import either, show_bytes
+from .._jax import show_value
+from .._mesh import divisible_dims, make_spec, padded
+from .._mesh import ways as cut_ways
+from .._nnx import Leaf, Opinion
+from .rules import Rule, Rules, Scene, patterns, replicate, require_axes
+from .tensor_parallel import tensor
+
+# What fsdp leaves alone adds little to a model, and little to what each device holds of it: of a
+# large mesh, one percent of the model is many times a device's own part.
+SMALL_SHARE, SMALL_GROWTH = 0.01, 0.1
+# From this size on, what a gather moves costs more than starting it does.
+SMALL_BYTES = 2**20
+
+FSDP_AXES = ("fsdp", "data")
+TENSOR_AXES = ("tensor", "tp", "model")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fsdp:
+    """Fully sharded data parallelism; see `fsdp`."""
+
+    axes: tuple[str, ...]
+    min_bytes: int | None
+
+    def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
+        """Returns the rule, once the axes are known to be on the mesh."""
+        require_axes(self.axes, scene.sizes, "fsdp")
+        ways = math.prod(scene.sizes[axis] for axis in self.axes)
+        flow = scene.known()  # not worth tracing a loss for
+        stacks = {leaf.path: set(leaf.stacked) for leaf in leaves}
+        if flow is not None:  # a loop steps along these, whatever module they are in
+            for leaf, dims in zip(leaves, flow.leaf_groups, strict=True):
+                scanned = (
+                    d for d, ids in enumerate(dims) if any(flow.groups[i].scanned for i in ids)
+                )
+                stacks[leaf.path].update(scanned)
+        picks = {leaf.path: self._pick(leaf, ways, stacks[leaf.path]) for leaf in leaves}
+        if self.min_bytes is None:
+            picks |= _small(leaves, picks, ways)
+        return lambda leaf: picks[leaf.path]
+
+    def _pick(self, leaf: Leaf, ways: int, stacked: set[int]) -> Opinion:
+        if leaf.faults:
+            return Opinion(None, "an earlier rule's spec does not fit the leaf")
+        taken = padded(leaf.spec, leaf.ndim)
+        already = [a for entry in taken for a in entry if a in self.axes]
+        if already:
+            return Opinion(None, f"an earlier rule already uses axis {already[0]!r}")
+        dims = divisible_dims(leaf.shape, taken, ways, skip=stacked)
+        if not dims:
+            if leaf.shape and all(taken[d] or d in stacked for d in range(leaf.ndim)):
+                return Opinion(None, f"no dim of {leaf.shape} is free")
+            why = f"no free dim of {leaf.shape} divides {ways} ways" if leaf.shape else "a scalar"
+            return Opinion(None, why, left="indivisible")
+        if self.min_bytes is not None and leaf.bytes < self.min_bytes:
+            fewer = f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
+            return Opinion(None, fewer, left="small")
+        taken[dims[0]] = self.axes
+        return Opinion(
+            make_spec(taken),
+            f"dim {dims[0]} (size {leaf.shape[dims[0]]}) is the largest free dim that divides {ways} ways",
+            refines=True,
+            gathered=frozenset(self.axes),
+        )
+
+    def __str__(self) -> str:
+        """Returns it as it was written."""
+        return f"fsdp({', '.join(map(repr, self.axes))})"
+
+
+def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> dict[str, Opinion]:
+    """Returns, by path, why the leaves that are too small to matter are not split.
+
+    What counts is what stays on each device, after earlier rules. Leaves of one size are left or
+    split together, so that layers alike are laid out alike.
+    """
+    held = {leaf.path: _held_bytes(leaf, picks[leaf.path]) for leaf in leaves}
+    whole = sum(held.values())
+    by_size: dict[int, list[str]] = {}
+    for path, size in held.items():
+        if picks[path].spec is not None:
+            by_size.setdefault(size, []).append(path)
+    splittable = sum(size * len(paths) for size, paths in by_size.items())
+    split = whole - splittable + splittable / ways
+    budget = min(SMALL_SHARE * whole, SMALL_GROWTH * split)
+    left: list[str] = []
+    total = 0
+    for size, paths in sorted(by_size.items()):
+        if size >= SMALL_BYTES or total + size * len(paths) >= budget:
+            break
+        total += size * len(paths)
+        left += paths
+    if not left:
+        return {}
+    share = f"{total / whole:.1%}" if total >= whole / 1000 else "under 0.1%"
+    size = f"{show_bytes(total)}{' in all' if len(left) > 1 else ''} ({share} of the model)"
+    none = either("min_bytes=0", "--min-bytes 0")
+    why = (
+        f"one of {len(left)} small leaves, {size}: not split, since gathering each would cost more "
+        f"than it saves; {none} splits them"
+        if len(left) != 1
+        else f"a small leaf, {size}: not split, since gathering it would cost more than it saves; "
+        f"{none} splits it"
+    )
+    return dict.fromkeys(left, Opinion(None, why, left="small"))
+
+
+def _held_bytes(leaf: Leaf, pick: Opinion) -> int:
+    if pick.spec is None:
+        return leaf.held_bytes
+    return leaf.bytes // cut_ways(leaf.spec, leaf.sizes)  # its spec has no faults
+
+
+def fsdp(*axes: str, min_bytes: int | None = None) -> Fsdp:
+    """Returns the strategy that splits each leaf's storage over `axes` (FSDP, ZeRO-3).
+
+    The largest dim that is free, divides, and is not a stack of layers is split; a dim
+    that another rule took is never touched.
+
+    Args:
+        *axes: one axis of the mesh or several, which then split the dim together.
+        min_bytes: a leaf of fewer bytes is not split, since gathering it would cost more than it
+            saves. By default these are the smallest leaves, each under 1 MiB, that together make
+            up less than 1% of the model and add less than 10% to what each device holds. 0 splits
+            all that divide.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(1024, 4096, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="none"), sw.fsdp("data"))
+        >>> layout["kernel"].shard_shape, layout["bias"].shard_shape
+        ((1024, 512), (4096,))
+    """
+    flat = tuple(a for axis in axes for a in (axis if isinstance(axis, tuple | list) else (axis,)))
+    named = all(isinstance(a, str) and a for a in flat)
+    if not flat or not named or len(set(flat)) != len(flat):
+        raise ValueError(
+            f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names"
+        )
+    is_count = isinstance(min_bytes, int) and not isinstance(min_bytes, bool) and min_bytes >= 0
+    if min_bytes is not None and not is_count:
+        raise ValueError(
+            f"fsdp has min_bytes={show_value(min_bytes)}: it must be a non-negative integer"
+        )
+    return Fsdp(flat, min_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Named:
+    """A strategy by its name, with what a name alone cannot say."""
+
+    name: str
+    min_bytes: int | None = None
+
+
+def flatten_rules(rules: Rules | Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
+    """Returns the rules one by one, in order, each with its name.
+
+    Raises:
+        ValueError: something among them is not a rule.
+    """
+    if rules is None:
+        return []
+    if isinstance(rules, str | Named):
+        named = Named(rules) if isinstance(rules, str) else rules
+        return [(f"strategy {named.name!r}: {label}", r) for label, r in _named(named, sizes)]
+    if isinstance(rules, Mapping):
+        return [("patterns", patterns(rules))]
+    if isinstance(rules, Sequence):
+        return [pair for rule in rules for pair in flatten_rules(rule, sizes)]
+    if hasattr(rules, "bind"):
+        return [(str(rules), rules)]
+    if callable(rules):
+        return [(getattr(rules, "__name__", None) or type(rules).__name__, rules)]
+    raise ValueError(
+        f"{show_value(rules)} is not a rule: give a dict of path patterns, a function of a leaf, "
+        f"a strategy such as sw.fsdp('data') or its name, or a list of these"
+    )
+
+
+def _named(given: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
+    name = given.name
+    parts = [part.strip() for part in name.split("+")]
+    known = ("dp", "fsdp", "tensor")
+    for part in parts:
+        if part not in known:
+            raise ValueError(
+                f"strategy {name!r} is not known: use 'dp', 'fsdp', 'tensor' or "
+                f"several joined by +, such as 'fsdp+tensor'"
+            )
+    if len(set(parts)) != len(parts) or {"dp", "fsdp"} <= set(parts):
+        raise ValueError(
+            f"strategy {name!r} contradicts itself: use each part once, and dp or fsdp"
+        )
+    chosen: list[tuple[str, Any]] = []
+    if "dp" in parts:
+        chosen.append(("replicate", replicate()))
+    if "tensor" in parts:  # before fsdp, which takes what is left
+        rule = tensor(_pick_axis("tensor", TENSOR_AXES, sizes))
+        chosen.append((str(rule), rule))
+    if "fsdp" in parts:
+        rule = fsdp(_pick_axis("fsdp", FSDP_AXES, sizes), min_bytes=given.min_bytes)
+        chosen.append((str(rule), rule))
+    return chosen
+
+
+def _pick_axis(strategy: str, wanted: tuple[str, ...], sizes: Mapping[str, int]) -> str:
+    for axis in wanted:
+        if axis in sizes:
+            return axis
+    raise ValueError(
+        f"strategy {strategy!r} needs an axis named {' or '.join(map(repr, wanted))}, but the mesh "
+        f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one"
+        + either(f", or use sw.{strategy}(axis)", "")
+    )

@@ -1,0 +1,267 @@
+"""Meshes by name: of devices that are here, of virtual ones, or of none at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from .._base import either, option
+from .._chips import MOST_DEVICES, Target, parse_target
+
+AnyMesh = Mesh | AbstractMesh
+_MOST_CPU_DEVICES = 1024
+# The axes that a batch is split over, by their names.
+DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
+
+
+def mesh(
+    axes: str | Mapping[str, int],
+    on: str | Sequence[Any] | None = None,
+    *,
+    explicit: bool | Sequence[str] = False,
+) -> AnyMesh:
+    """Returns a mesh with the named axes.
+
+    Args:
+        axes: `"data=2,model=4"` or `{"data": 2, "model": 4}`; one size may be -1, which
+            is inferred from the number of devices.
+        on: None for all the devices that are here; `"cpu:8"` for eight virtual CPU devices;
+            `"none"` for no devices at all (an `AbstractMesh`: arithmetic only); a chip and its
+            topology (`"v5p:4x8x8"`, `"h200:8x8"`) for chips that are not here, also an
+            `AbstractMesh`; or a sequence of devices.
+        explicit: True for axes of type Explicit, or the names of those that are; the
+            default is Auto, under which a model works unchanged unless it names axes itself, with
+            `out_sharding=` or `reshard`: that needs Explicit.
+
+    Raises:
+        ValueError: the axes do not parse, do not fit the devices, or name none that exist.
+
+    Example:
+        >>> import shardwise as sw
+        >>> sw.mesh("data=2,model=4", on="none").shape["model"]
+        4
+        >>> sw.mesh({"data": -1}, on="cpu:8").size
+        8
+    """
+    sizes = _parse_axes(axes)
+    types = _axis_types(tuple(sizes), explicit)
+    if isinstance(on, str) and on.strip().lower() == "none":
+        if -1 in sizes.values():
+            raise ValueError(
+                f"{_show(sizes)} leaves a size to be inferred, but {option('on', 'none')} has no devices to "
+                f"count: give every size"
+            )
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    if isinstance(on, str) and not _is_cpu(on):
+        target: Any = parse_target(on)
+        sizes = _fit(sizes, target.device_count, f"{option('on', on)} has", ())
+        return AbstractMesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=target
+        )
+    devices, have = _devices(on)
+    sizes = _fit(sizes, len(devices), have, devices)
+    _require_each_process(devices)
+    shape, names = tuple(sizes.values()), tuple(sizes)
+    try:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    except NotImplementedError:  # the axes are no products of the TPU's torus: split one of its own
+        ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(ordered, names, axis_types=types)
+
+
+def show_mesh(mesh: AnyMesh) -> str:
+    """Returns the axes of `mesh` as `data=2,model=4`, which `sw.mesh` reads."""
+    return _show(mesh.shape)
+
+
+def target_of(mesh: AnyMesh) -> Target | None:
+    """Returns the chips that a mesh from `sw.mesh(on="v5p:4x8x8")` is made of, if it is one."""
+    found = mesh.abstract_device if isinstance(mesh, AbstractMesh) else None
+    return found if isinstance(found, Target) else None
+
+
+def mesh_types(mesh: AnyMesh) -> dict[str, str]:
+    """Returns the type of each axis, by name: `Auto`, `Explicit` or `Manual`."""
+    return {a: t.name for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True)}
+
+
+def _show(sizes: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _short(text: str) -> str:
+    return text if len(text) < 100 else f"{text[:97]}..."
+
+
+def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
+    form = either(
+        "write axes as 'data=2,model=4' or {'data': 2, 'model': 4}", "write axes as data=2,model=4"
+    )
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(axes, str):
+        for part in axes.split(","):
+            name, equals, size = part.partition("=")
+            size = size.strip()
+            if not equals or not (size.isascii() and size.removeprefix("-").isdecimal()):
+                raise ValueError(
+                    f"mesh {axes!r} has {part.strip()!r} where an axis should be: {form}"
+                )
+            # Python refuses to read numbers of thousands of digits; none is a size.
+            pairs.append((name.strip(), int(size) if len(size) < 20 else MOST_DEVICES + 1))
+    elif isinstance(axes, Mapping):
+        pairs = list(axes.items())
+    else:
+        raise ValueError(f"mesh axes are a {type(axes).__name__}: {form}")
+    sizes: dict[str, int] = {}
+    for name, size in pairs:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"mesh axis {name!r} is not a name: {form}")
+        if name in sizes:
+            raise ValueError(f"mesh axis {name!r} stands twice in {axes!r}: give each axis once")
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
+            raise ValueError(
+                f"mesh axis {name!r} has size {size!r}: give a positive number, or -1 to infer it"
+            )
+        sizes[name] = size
+    if not sizes:
+        raise ValueError(f"the mesh has no axes: {form}")
+    if math.prod(size for size in sizes.values() if size != -1) > MOST_DEVICES:
+        raise ValueError(
+            f"mesh {_short(str(axes))!r} has more than {MOST_DEVICES:,} devices, the most there may be"
+        )
+    if list(sizes.values()).count(-1) > 1:
+        raise ValueError(f"mesh {_show(sizes)} has more than one size -1: only one can be inferred")
+    return sizes
+
+
+def _axis_types(names: tuple[str, ...], explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
+    if isinstance(explicit, str):
+        explicit = (explicit,)
+    chosen = names if explicit is True else () if explicit is False else tuple(explicit)
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise ValueError(
+            f"explicit={explicit!r} names {unknown[0]!r}, which is not an axis of this mesh: "
+            f"its axes are {', '.join(names)}"
+        )
+    return tuple(AxisType.Explicit if name in chosen else AxisType.Auto for name in names)
+
+
+def _is_cpu(on: str) -> bool:
+    return on.strip().lower().partition(":")[0] == "cpu"
+
+
+def _devices(on: str | Sequence[Any] | None) -> tuple[list[Any], str]:
+    """Returns the devices that `on` names, and the words that say how many there are."""
+    if on is None:
+        devices = jax.devices()
+        return devices, f"the {devices[0].platform} backend has"
+    if not isinstance(on, str):
+        devices = list(on)
+        if not devices or not all(isinstance(d, jax.Device) for d in devices):
+            raise ValueError(
+                f"on={on!r} is not a sequence of devices: give jax.devices() or a part of it"
+            )
+        return devices, "on= has"
+    count_text = on.strip().partition(":")[2].strip()
+    if not (count_text.isascii() and count_text.isdecimal()) or not count_text.strip("0"):
+        raise ValueError(f"{option('on', on)} does not say how many CPU devices: write 'cpu:8'")
+    # Python reads no integer of thousands of digits, and none so long can be had.
+    return _cpu_devices(int(count_text[:18])), f"{option('on', on)} has"
+
+
+def _cpu_devices(count: int) -> list[Any]:
+    if count > _MOST_CPU_DEVICES:
+        raise ValueError(
+            f"{option('on', f'cpu:{count}')} asks for more than {_MOST_CPU_DEVICES} virtual devices: "
+            f"{option('on', 'none')} plans for any number of them"
+        )
+    settings: Any = jax.config
+    if jax.distributed.is_initialized():
+        # Each process has made its own already; the number is that of all of them together.
+        devices = jax.devices("cpu")
+        if len(devices) < count:
+            raise ValueError(
+                f"{option('on', f'cpu:{count}')} needs {count} CPU devices, but the "
+                f"{jax.process_count()} processes of this run have {len(devices)} together: start "
+                f"them with more (shardwise launch --devices N makes N for each)"
+            )
+        return devices[:count]
+    # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
+    if settings.jax_num_cpu_devices < count:
+        try:
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            pass
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            f"{option('on', f'cpu:{count}')} needs the CPU backend, which JAX cannot start here "
+            f"(jax_platforms is {settings.jax_platforms!r}): add cpu to it"
+        ) from error
+    if len(devices) < count:
+        raise ValueError(
+            f"{option('on', f'cpu:{count}')} needs {count} CPU devices, but JAX has already started "
+            f"with {len(devices)}: call sw.mesh, or jax.config.update('jax_num_cpu_devices', {count}), "
+            f"before the first line that makes an array or asks for devices, such as nnx.Rngs(0), "
+            f"jnp.ones(2) or jax.devices()"
+        )
+    return devices[:count]
+
+
+def _require_each_process(devices: Sequence[Any]) -> None:
+    """Refuses a mesh without devices of one of the processes: it could not take part in a step."""
+    missing = set(range(jax.process_count())) - {device.process_index for device in devices}
+    if missing:
+        raise ValueError(
+            f"the mesh has {len(devices)} of the {jax.device_count()} devices, none of them of process "
+            f"{min(missing)}: each of the {jax.process_count()} processes needs one, so use all "
+            f"devices, or start fewer processes"
+        )
+
+
+def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -> dict[str, int]:
+    """Returns `sizes` with -1 filled in, or raises with the sizes that would fit `count`."""
+    known = math.prod(s for s in sizes.values() if s != -1)
+    if -1 in sizes.values() and count % known == 0:
+        return {a: count // known if s == -1 else s for a, s in sizes.items()}
+    if -1 not in sizes.values() and known == count:
+        return sizes
+    needs = f"a multiple of {known}" if -1 in sizes.values() else str(known)
+    if count > 10**9:
+        help_text = "give sizes whose product is that"
+    else:
+        found = _factorisations(count, sizes)
+        fits = "; ".join(_show(dict(zip(sizes, f, strict=True))) for f in found)
+        help_text = f"what fits {count}: {fits}"
+    if known < count and devices and -1 not in sizes.values():
+        is_cpu = devices[0].platform == "cpu"
+        part = option("on", f"cpu:{known}") if is_cpu else f"on=jax.devices()[:{known}]"
+        # Not the first few of other devices: a shell has no words for them.
+        if is_cpu or not either("", "shell"):
+            help_text += f"; or {part} for {known} of them"
+    raise ValueError(f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}")
+
+
+def _factorisations(count: int, sizes: Mapping[str, int], most: int = 6) -> list[tuple[int, ...]]:
+    """Returns ways to write `count` as one factor per axis, nearest to `sizes` first."""
+    low = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    divisors = sorted({*low, *(count // d for d in low)})
+
+    def split(rest: int, axes: int) -> list[tuple[int, ...]]:
+        if axes == 1:
+            return [(rest,)]
+        return [(d, *m) for d in divisors if rest % d == 0 for m in split(rest // d, axes - 1)]
+
+    wanted = list(sizes.values())
+
+    def distance(found: tuple[int, ...]) -> float:
+        return sum(abs(math.log(f / w)) for f, w in zip(found, wanted, strict=True) if w > 0)
+
+    return sorted(split(count, len(sizes)), key=distance)[:most]

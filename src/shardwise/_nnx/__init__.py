@@ -1,0 +1,21 @@
+"""What a user brings, a model or a recipe, as abstract state and leaves with paths."""
+
+from .abstract import AbstractModel as AbstractModel
+from .abstract import Model as Model
+from .abstract import abstract_model as abstract_model
+from .abstract import leaves_of as leaves_of
+from .abstract import shape_of as shape_of
+from .abstract import sharding_rules_of as sharding_rules_of
+from .build import trace_build as trace_build
+from .leaf import Leaf as Leaf
+from .leaf import Left as Left
+from .leaf import Opinion as Opinion
+from .leaf import array_bytes as array_bytes
+from .paths import Keys as Keys
+from .paths import dotted as dotted
+from .paths import keyed_leaves as keyed_leaves
+from .paths import show_path as show_path
+from .paths import split_path as split_path
+from .recipe import Recipe as Recipe
+from .recipe import Remat as Remat
+from .recipe import remat_policy as remat_policy

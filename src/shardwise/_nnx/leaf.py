@@ -1,0 +1,162 @@
+"""One array of a model's state: what it is, how it is cut, and who said so."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec as P
+
+from .._mesh import Fault, faults, shard_shape, show_spec, ways
+
+# Why a strategy did not split a leaf that it was to split.
+Left = Literal["", "small", "indivisible"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opinion:
+    """What one rule said of one leaf, and why.
+
+    A rule may return an `Opinion` instead of a bare spec to say why it decided, or, with
+    `spec=None`, why it left the leaf alone.
+
+    Attributes:
+        spec: the spec it wants; None for no opinion.
+        reason: one sentence.
+        source: the rule's name; filled in by `layout`.
+        refines: it adds to the spec of the rules before it, rather than replacing it.
+        meant: being whole is on purpose, and no finding.
+        gathered: axes along which the leaf is only stored in parts and gathered before
+            use (FSDP), so that its neighbours need not match it.
+        clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
+        left: why a strategy did not split a leaf that it was to split: it is `small`, or
+            `indivisible`; empty otherwise.
+    """
+
+    spec: P | None
+    reason: str = ""
+    source: str = ""
+    refines: bool = False
+    meant: bool = False
+    gathered: frozenset[str] = frozenset()
+    clashes: tuple[tuple[str, P], ...] = ()
+    left: Left = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of the model's state, with its place in the layout.
+
+    Attributes:
+        path: dotted path, `layers.0.mlp.up.kernel`.
+        keys: the same path as a tuple of keys.
+        shape: global shape.
+        dtype: dtype.
+        kind: name of the variable's type, such as `Param`.
+        sizes: the mesh's axes and their sizes.
+        spec: how it is cut.
+        reason: who decided the spec, and why.
+        names: the entries of the model's own annotation, or None without one.
+        stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`).
+        trail: every rule's opinion, in order.
+        gathered: axes that FSDP put there.
+        meant: it was left whole on purpose.
+        left: why a strategy did not split it: `small`, `indivisible`, or empty.
+    """
+
+    path: str
+    keys: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: str
+    sizes: Mapping[str, int]
+    spec: P = P()
+    reason: str = "no rule: replicated on every device"
+    names: tuple[Any, ...] | None = None
+    stacked: tuple[int, ...] = ()
+    trail: tuple[Opinion, ...] = ()
+    gathered: frozenset[str] = frozenset()
+    meant: bool = False
+    left: Left = ""
+
+    @property
+    def ndim(self) -> int:
+        """How many dims the array has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements the whole array has."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole array on a device, 4-bit elements packed (exact)."""
+        return array_bytes(self.shape, self.dtype)
+
+    @property
+    def faults(self) -> list[Fault]:
+        """Why the spec cannot be applied to this shape on this mesh; empty if it can."""
+        return faults(self.shape, self.spec, self.sizes, self.annotation_names)
+
+    @property
+    def annotation_names(self) -> frozenset[str]:
+        """The names that the model's own annotation uses."""
+        flat = (n if isinstance(n, tuple) else (n,) for n in self.names or ())
+        return frozenset(name for entry in flat for name in entry if name is not None)
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of what one device holds.
+
+        Raises:
+            ValueError: the spec has faults.
+        """
+        self._require_sound()
+        return shard_shape(self.shape, self.spec, self.sizes)
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of what one device holds (exact)."""
+        return array_bytes(self.shard_shape, self.dtype)
+
+    @property
+    def held_bytes(self) -> int:
+        """The same; of a leaf whose spec has faults, all of it: that is how it would be placed."""
+        return self.bytes if self.faults else self.shard_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device of several holds all of it."""
+        return not self.faults and self.copies == math.prod(self.sizes.values()) > 1
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold the same shard."""
+        self._require_sound()
+        return math.prod(self.sizes.values()) // ways(self.spec, self.sizes)
+
+    def _require_sound(self) -> None:
+        found = self.faults
+        if found:
+            raise ValueError(
+                f"{self.path}: {found[0].message} "
+                f"(shape {self.shape}, spec {show_spec(self.spec)}); {found[0].help}"
+            )
+
+
+# NumPy has a byte for each of these; XLA packs them, on every platform.
+_PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
+
+
+def array_bytes(shape: Sequence[int], dtype: Any) -> int:
+    """Returns the bytes of an array in a device's memory, elements of less than a byte packed.
+
+    That is what compiled programs take and return. `nbytes` of a JAX array says a byte for each
+    element, as NumPy has it, and JAX 0.10 keeps arrays so on CPU devices between programs.
+    """
+    packed = _PACKED_BITS.get(str(dtype))
+    bits: int = packed if packed is not None else 8 * dtype.itemsize
+    return -(-math.prod(shape) * bits // 8)

@@ -1,0 +1,77 @@
+"""Where a piece of manual SPMD runs: in the body that calls it, over real devices, or simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from .._mesh import AnyMesh, show_mesh
+from .._mesh import mesh as make_mesh
+from .._simulate import cast, simulate, varying
+
+
+def in_body(axis: str) -> bool:
+    """Returns whether the caller is a shard_map body, real or simulated, that has this axis."""
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def find_mesh(axis: str, mesh: AnyMesh | str | None, caller: str) -> AnyMesh:
+    """Returns the mesh to run on: the given one, or the one that `jax.set_mesh` has set.
+
+    Raises:
+        ValueError: there is none, or it lacks the axis.
+    """
+    if isinstance(mesh, str):
+        mesh = make_mesh(mesh, on="none")
+    found: Any = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh is None and axis not in found.axis_names:
+        raise ValueError(
+            f"{caller} is called where axis {axis!r} is not known: call it in the body of a "
+            f"jax.shard_map or sw.simulate, or give it mesh="
+        )
+    if axis not in found.axis_names:
+        raise ValueError(f"axis {axis!r} is not on the mesh {show_mesh(found)}")
+    return found
+
+
+def run_manual(
+    body: Callable[..., Any],
+    *,
+    mesh: AnyMesh,
+    is_set: bool,
+    axis: str,
+    in_specs: Any,
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """Returns the function of global arrays that runs `body` along `axis`.
+
+    Other axes stay with the compiler. A mesh of devices runs for real, and so does one that
+    `jax.set_mesh` has set (`is_set`); a mesh of none is simulated.
+    """
+    if isinstance(mesh, Mesh) or is_set:
+        shard_map: Any = jax.shard_map
+        mapped = shard_map(
+            body,
+            mesh=mesh if isinstance(mesh, Mesh) else None,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={axis},
+        )
+        return jax.jit(mapped)  # a body that sees a part of the axes runs under jit only
+    return simulate(
+        body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis}, check=False
+    )
+
+
+def vary(x: Any, *, like: Any = (), axes: tuple[str, ...] = ()) -> Any:
+    """Returns `x` typed as varying along `axes` too, and along all that `like` varies along."""
+    wanted = set(axes).union(*(varying(jax.typeof(leaf)) for leaf in jax.tree.leaves(like)))
+    # Without check_vma JAX keeps no account, and casts change nothing.
+    return jax.tree.map(lambda leaf: cast(leaf, wanted), x)

@@ -1,0 +1,8 @@
+"""Arrays onto devices: models initialised in their shards, or moved onto a layout."""
+
+from .parts import put_anywhere as put_anywhere
+from .parts import wrap_keys as wrap_keys
+from .place import init as init
+from .place import own_mesh as own_mesh
+from .place import require_devices as require_devices
+from .place import shard as shard

@@ -1,0 +1,221 @@
+"""Running a program of many independent outputs part by part.
+
+One jitted program that makes every leaf of a model keeps the temporaries of many leaves alive at
+once, and compiles the same initialiser again for every layer. Here the traced program is cut: the
+small values (random keys, scalars) are computed first, then each leaf by a program of its own, one
+after the other. Programs that are equal but for their inputs, such as those of layers alike, are
+compiled once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from .._jax import cut_jaxpr
+
+# Elements: random keys and counts are below it. Floating values are made in programs, since
+# rounding may differ without jit.
+_SMALL = 4096
+_LIGHT_BYTES = 2**28
+
+
+def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Returns the outputs of a closed jaxpr without inputs, each under its sharding."""
+    jaxpr, consts = closed.jaxpr, list(closed.consts)
+    known = dict(zip(jaxpr.constvars, consts, strict=True))
+    small, large = _separate(jaxpr, set(known))
+    made = {v for eqn in small for v in eqn.outvars} | set(known)
+    parts = [
+        _Part(jaxpr, indices, eqns, made, shardings)
+        for indices, eqns in _parts(jaxpr.outvars, large, made)
+    ]
+    keys = _Keys()
+    keyed = [(part, (keys.of(part.jaxpr), tuple(part.places))) for part in parts]
+    # A print in an initialiser would be lost or reordered by cutting the program; and a small
+    # model of leaves unlike gains nothing from it.
+    unlike = 2 * len({key for _, key in keyed}) > len(parts)
+    light = sum(_bytes(v) for v in jaxpr.outvars) < _LIGHT_BYTES
+    if closed.effects or (unlike and light):
+        return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
+
+    wanted = [v for v in dict.fromkeys(v for p in parts for v in p.inputs) if v not in known]
+    outputs = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, Literal) or v in made]
+    # Run without jit: hundreds of random keys would be one program that takes long to compile.
+    first = cut_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
+    values = jaxpr_as_fun(ClosedJaxpr(first, []))(*consts)
+    known.update(zip(wanted, values, strict=False))
+    results: list[Any] = [None] * len(jaxpr.outvars)
+    for i, value in zip(outputs, values[len(wanted) :], strict=True):
+        results[i] = put_anywhere(value, shardings[i])
+
+    compiled: dict[Any, Any] = {}
+    for part, key in keyed:
+        if key not in compiled:
+            program = jaxpr_as_fun(ClosedJaxpr(part.jaxpr, []))
+            compiled[key] = jax.jit(program, out_shardings=part.places)
+        # Waiting keeps the temporaries of one part, not of all, in memory.
+        arrays = jax.block_until_ready(compiled[key](*(known[v] for v in part.inputs)))
+        for i, array in zip(part.indices, arrays, strict=True):
+            results[i] = array
+    return results
+
+
+def put_anywhere(value: Any, sharding: Any) -> jax.Array:
+    """Returns a value under its sharding, also where that spans processes.
+
+    `jax.device_put` takes no array of this process to devices of another. Every process has the
+    same value here, so each places its own shards of it.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(value))
+        return wrap_keys(put_anywhere(jax.random.key_data(value), sharding), sharding, impl)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def wrap_keys(data: jax.Array, sharding: Any, impl: str) -> jax.Array:
+    """Returns the random keys that these numbers are, under the sharding of the keys."""
+    return _wrap_on(sharding, impl)(data)
+
+
+@functools.lru_cache(maxsize=64)
+def _wrap_on(sharding: Any, impl: str) -> Any:
+    return jax.jit(functools.partial(jax.random.wrap_key_data, impl=impl), out_shardings=sharding)
+
+
+class _Part:
+    """Outputs that share equations, and the program that makes them from small values."""
+
+    def __init__(
+        self,
+        jaxpr: Any,
+        indices: list[int],
+        eqns: list[Any],
+        made: set[Any],
+        shardings: Sequence[NamedSharding],
+    ):
+        read = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        self.indices = indices
+        self.inputs = [v for v in dict.fromkeys(read) if v in made]
+        self.jaxpr = cut_jaxpr(jaxpr, self.inputs, [jaxpr.outvars[i] for i in indices], eqns)
+        self.places = [shardings[i] for i in indices]
+
+
+def _separate(jaxpr: Any, known: set[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns the equations on small values alone, and the others."""
+    small_vars = {v for v in known if _is_small(v)}
+    small, large = [], []
+    for eqn in jaxpr.eqns:
+        inputs_small = all(isinstance(v, Literal) or v in small_vars for v in eqn.invars)
+        if inputs_small and all(_is_small(v) for v in eqn.outvars):
+            small.append(eqn)
+            small_vars.update(eqn.outvars)
+        else:
+            large.append(eqn)
+    return small, large
+
+
+def _parts(
+    outvars: Sequence[Any], large: Sequence[Any], made: set[Any]
+) -> Iterator[tuple[list[int], list[Any]]]:
+    """Yields the outputs that share equations, with the equations that they need."""
+    producer = {v: n for n, eqn in enumerate(large) for v in eqn.outvars}
+    group_of: dict[int, int] = {}  # by equation
+    groups: dict[int, tuple[list[int], set[int]]] = {}
+    for index, out in enumerate(outvars):
+        if isinstance(out, Literal) or out in made:
+            continue
+        needed: set[int] = set()
+        met: set[int] = set()
+        stack = [producer[out]]
+        while stack:
+            n = stack.pop()
+            if n in needed:
+                continue
+            if n in group_of:
+                met.add(group_of[n])
+                continue
+            needed.add(n)
+            stack += [
+                producer[v] for v in large[n].invars if not isinstance(v, Literal) and v in producer
+            ]
+        indices = [index]
+        for other in met:
+            more, eqns = groups.pop(other)
+            indices, needed = [*more, *indices], needed | eqns
+        groups[index] = (indices, needed)
+        group_of.update(dict.fromkeys(needed, index))
+    for indices, needed in groups.values():
+        yield indices, [large[n] for n in sorted(needed)]
+
+
+def _bytes(var: Any) -> int:
+    dtype = getattr(var.aval, "dtype", None)
+    return math.prod(getattr(var.aval, "shape", ())) * getattr(dtype, "itemsize", 0)
+
+
+def _is_small(var: Any) -> bool:
+    size = math.prod(getattr(var.aval, "shape", ()))
+    exact = not jnp.issubdtype(getattr(var.aval, "dtype", jnp.bool_), jnp.inexact)
+    return size <= (_SMALL if exact else 1)
+
+
+class _Keys:
+    """Keys under which two jaxprs are equal only if they compute the same from their inputs."""
+
+    def __init__(self) -> None:
+        self.inner: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, jaxpr: Any) -> Any:
+        """Returns the key of a jaxpr: its equations, with variables numbered as they come."""
+        numbers: dict[Any, int] = {}
+
+        def atom(v: Any) -> Any:
+            if isinstance(v, Literal):
+                return ("literal", str(v.aval), np.asarray(v.val).tobytes())
+            return numbers.setdefault(v, len(numbers))
+
+        def variable(v: Any) -> Any:
+            return (numbers.setdefault(v, len(numbers)), str(v.aval))
+
+        head = tuple(variable(v) for v in (*jaxpr.constvars, *jaxpr.invars))
+        body = tuple(
+            (
+                eqn.primitive,
+                tuple(atom(v) for v in eqn.invars),
+                tuple((name, self._parameter(eqn.params[name])) for name in sorted(eqn.params)),
+                tuple(variable(v) for v in eqn.outvars),
+            )
+            for eqn in jaxpr.eqns
+        )
+        return (head, body, tuple(atom(v) for v in jaxpr.outvars))
+
+    def _parameter(self, value: Any) -> Any:
+        inner = getattr(value, "jaxpr", value)
+        if isinstance(inner, Jaxpr):
+            # The same object is met for every layer, since JAX caches traces; kept, so that
+            # no other object can come to have its id.
+            if id(value) not in self.inner:
+                consts = tuple(id(c) for c in getattr(value, "consts", ()))
+                self.inner[id(value)] = (value, (self.of(inner), consts))
+            return self.inner[id(value)][1]
+        if isinstance(value, tuple | list):
+            return tuple(self._parameter(v) for v in value)
+        try:
+            hash(value)
+        except TypeError:
+            return ("object", id(value))
+        return value

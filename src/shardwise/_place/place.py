@@ -1,0 +1,146 @@
+"""Placing: a model initialised straight into its shards, or moved onto a layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from .._base import either
+from .._check import Findings, check, structure_findings
+from .._layout import Layout, require_layout
+from .._mesh import show_mesh
+from .._nnx import keyed_leaves, trace_build
+from .parts import put_anywhere, run_in_parts
+
+T = TypeVar("T")
+
+
+def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
+    """Returns the model that `make` builds, initialised straight into its shards.
+
+    It is traced, and each leaf is made under `jax.jit` with its sharding as the output: no
+    leaf is ever whole on one device, and the values are bitwise the same on every mesh. (An
+    initialiser that is no map of random bits, such as an orthogonal one or one that sums over
+    a dim, is computed by XLA as it sees fit: it may gather, and round otherwise.)
+
+    Args:
+        make: a function of no arguments that returns the model.
+        layout: its layout, on a mesh of devices that are here.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model; nothing was allocated.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+        >>> model = sw.init(make, layout)
+        >>> model.kernel.addressable_shards[0].data.shape
+        (16, 4)
+    """
+    mesh = require_devices(layout)
+    if isinstance(make, nnx.Module) or not callable(make):
+        raise ValueError(
+            f"init builds the model itself, from a function of no arguments, got a "
+            f"{type(make).__name__}: use sw.shard for a model that exists"
+        )
+    graphdef, (closed, abstract), on = trace_build(
+        make, lambda build: jax.make_jaxpr(build, return_shape=True)(), mesh
+    )
+    # A factory that names axes was traced for axes of one type, and must be run on such.
+    own = _with_types(mesh, AxisType.Auto if on is None else on.axis_types[0])
+    shardings = jax.tree.leaves(_shardings_for(abstract, layout, own))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        if on is None:
+            arrays = run_in_parts(closed, shardings)
+        else:
+            with jax.set_mesh(own):
+                arrays = jax.jit(jaxpr_as_fun(closed), out_shardings=shardings)()
+    state = jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+    if mesh != own:
+        state = jax.device_put(state, _shardings_for(abstract, layout, mesh))
+    return nnx.merge(graphdef, state)
+
+
+def shard(model: T, layout: Layout) -> T:
+    """Returns the model, or the state, with every array placed as the layout says.
+
+    Args:
+        model: a model with arrays, wherever they lie, or its state, or an optimizer's
+            state (for the layout of `layout.for_optimizer`).
+        layout: where to put them, on a mesh of devices that are here.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model; nothing was moved.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> model = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+        >>> layout = sw.layout(model, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+        >>> sw.shard(model, layout).kernel.addressable_shards[0].data.shape
+        (16, 4)
+    """
+    mesh = require_devices(layout)
+    if isinstance(model, nnx.Module):
+        graphdef, state = nnx.split(model)
+        return nnx.merge(graphdef, _put(state, layout, mesh))
+    return _put(model, layout, mesh)
+
+
+def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
+    for keys, array in keyed_leaves(state):
+        if isinstance(array, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{'.'.join(map(str, keys))} is abstract, so there is nothing to move: "
+                f"use sw.init to build the model in its shards"
+            )
+    return jax.tree.map(put_anywhere, state, _shardings_for(state, layout, mesh))
+
+
+def require_devices(layout: Layout) -> Mesh:
+    """Returns the layout's mesh.
+
+    Raises:
+        LayoutError: the layout has errors.
+        ValueError: the mesh has no devices.
+    """
+    require_layout(layout)
+    check(layout).raise_if_errors()
+    if not isinstance(layout.mesh, Mesh):
+        axes = show_mesh(layout.mesh)
+        raise ValueError(
+            f"the layout is on {axes} of no devices, so nothing can be placed on it: "
+            + either(
+                f"use layout.on(sw.mesh({axes!r})) for devices that are here",
+                f"give --on here for the devices present, or --on cpu:{layout.mesh.size} for virtual ones",
+            )
+        )
+    return layout.mesh
+
+
+def own_mesh(mesh: Any) -> Any:
+    """Returns a context in which a mesh that the caller has set does not count."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
+
+
+def _with_types(mesh: Mesh, kind: AxisType) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * mesh.devices.ndim)
+
+
+def _shardings_for(state: Any, layout: Layout, mesh: Mesh) -> Any:
+    """Returns the layout's shardings in the structure of `state`, matched by path."""
+    live = keyed_leaves(state)
+    Findings(tuple(structure_findings(layout, dict(live)))).raise_if_errors()
+    specs = {leaf.keys: leaf.spec for leaf in layout.leaves}
+    flat = [NamedSharding(mesh, specs[keys]) for keys, _ in live]
+    return jax.tree.unflatten(jax.tree.structure(state), flat)

@@ -1,0 +1,15 @@
+"""Many processes: joining, watching, agreeing, launching."""
+
+from .agree import ProcessesDiffer as ProcessesDiffer
+from .agree import agreed_steps as agreed_steps
+from .agree import differing_parts as differing_parts
+from .agree import exchange as exchange
+from .agree import known_to_all as known_to_all
+from .agree import odd_ones as odd_ones
+from .agree import together as together
+from .joining import distributed as distributed
+from .launcher import launch as launch
+from .peers import LostProcess as LostProcess
+from .peers import Processes as Processes
+from .peers import naming_lost_process as naming_lost_process
+from .peers import noting_failure as noting_failure

@@ -1,0 +1,237 @@
+"""Agreement: what every process must know before all of them go on.
+
+Short values travel through the key-value store of JAX's distributed runtime, without devices, so
+that a process that has failed can still say so to those that would wait for it in a collective.
+On one process all of it is free.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed as runtime
+
+from .peers import WATCHES, LostProcess, naming_lost_process
+
+_Error = TypeVar("_Error", bound=Exception)
+_ROUNDS = itertools.count()
+_POLL_MILLISECONDS = 500
+# How long a process that failed waits for the others to hear of it: they may be in a collective.
+_FAILED_SECONDS = 5.0
+
+
+class ProcessesDiffer(ValueError):
+    """The processes of a run disagree on something that must be the same on all of them.
+
+    Attributes:
+        processes: the indices of the processes that differ from the others.
+    """
+
+    def __init__(self, text: str, processes: tuple[int, ...]) -> None:
+        super().__init__(text)
+        self.processes = processes
+
+
+def exchange(topic: str, value: str) -> list[str]:
+    """Returns what every process gave, in the order of the processes.
+
+    Args:
+        topic: what is exchanged; the same on all processes.
+        value: what this process gives.
+
+    Raises:
+        LostProcess: a process is lost, failed, or gave something under another topic.
+
+    Example:
+        >>> from shardwise._agree import exchange
+        >>> exchange("steps", "2, 4")
+        ['2, 4']
+    """
+    if _count() == 1:
+        return [value]
+    place = _publish([topic, value])
+    found = []
+    with naming_lost_process(topic):
+        for index in range(_count()):
+            theirs, given = _read(place, index, topic)
+            if theirs != topic:
+                raise LostProcess(
+                    f"{who(index)} is at {theirs!r} while process {runtime.global_state.process_id} is at "
+                    f"{topic!r}: all processes must run the same program",
+                    (index,),
+                )
+            found.append(given)
+    return found
+
+
+@contextlib.contextmanager
+def together(doing: str) -> Iterator[None]:
+    """Returns a context that all processes leave well, or none of them.
+
+    What one process raises inside, all raise: itself as it was, the others naming it.
+
+    Raises:
+        LostProcess: another process failed inside.
+    """
+    if _count() == 1:
+        yield
+        return
+    try:
+        yield
+    except LostProcess:
+        raise
+    except Exception as error:
+        _say_failed(doing, error)
+        raise
+    exchange(doing, "")
+
+
+def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
+    """Refuses values that differ between processes; all raise the same sentence.
+
+    Args:
+        topic: what is being done.
+        value: this process's; plain data.
+        shown: what this process has, such as "sees no checkpoints".
+        help: what to do.
+
+    Raises:
+        ProcessesDiffer: they differ; the processes that differ are named.
+    """
+    rows = [json.loads(text) for text in exchange(topic, json.dumps([value, shown]))]
+    odd = odd_ones([value for value, _ in rows])
+    if len(odd) == 0:
+        return
+    usual = next(i for i in range(len(rows)) if i not in odd)
+    more = f" ({len(odd) - 1} more differ too)" if len(odd) > 1 else ""
+    text = f"{who(odd[0])} {rows[odd[0]][1]}{more}, while process {usual} {rows[usual][1]}: {help}"
+    raise known_to_all(ProcessesDiffer(text, odd))
+
+
+def agreed_steps(checkpoints: Any) -> list[int]:
+    """Returns the steps of a `Checkpoints`, which all processes see alike.
+
+    Raises:
+        ProcessesDiffer: a process sees other steps.
+    """
+    with together("listing the checkpoints"):
+        steps = checkpoints.steps()
+    numbers = ", ".join(map(str, steps))
+    seen = f"{'step' if len(steps) == 1 else 'steps'} {numbers}" if steps else "no checkpoints"
+    require_same(
+        "comparing the checkpoints",
+        steps,
+        shown=f"sees {seen} in {checkpoints.directory}",
+        help="the directory must be shared by all processes",
+    )
+    return steps
+
+
+def odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns the indices of the values that differ from most; from the first's where tied."""
+    texts = [json.dumps(v, sort_keys=True) for v in values]
+    counts = collections.Counter(texts)
+    usual = max(texts, key=lambda text: counts[text])  # the first of those that are as many
+    return tuple(i for i, text in enumerate(texts) if text != usual)
+
+
+def who(index: int) -> str:
+    """Returns a process's name, with its host and pid where they are known."""
+    return WATCHES[0].name_of(index) if WATCHES else f"process {index}"
+
+
+def differing_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str) -> None:
+    """Refuses processes whose parts differ; the process and the first part are named.
+
+    Args:
+        mine: this process's parts, each a short text or a digest.
+        what: what each part is, in words.
+        help: what to do.
+
+    Raises:
+        ProcessesDiffer: they differ; all processes raise the same sentence.
+    """
+    values = [json.loads(text) for text in exchange("comparing the processes", json.dumps(mine))]
+    for part in what:
+        column = [value.get(part, "") for value in values]
+        odd = odd_ones(column)
+        if odd:
+            usual = next(v for i, v in enumerate(column) if i not in odd)
+            shown = _difference(column[odd[0]], usual)
+            names = ", ".join(who(i) for i in odd[:3]) + (", …" if len(odd) > 3 else "")
+            verb = "differ" if len(odd) > 1 else "differs"
+            text = f"{names} {verb} from the others in {what[part]}{shown}: {help}"
+            raise known_to_all(ProcessesDiffer(text, odd))
+
+
+def _difference(theirs: str, usual: str) -> str:
+    """Returns the pieces, joined by `; `, in which two texts differ; of digests there are none."""
+    if "=" not in usual:
+        return ""
+    pairs = itertools.zip_longest(theirs.split("; "), usual.split("; "), fillvalue="none")
+    found = [f"{one}, against {other}" for one, other in pairs if one != other]
+    return f" ({'; '.join(found)})"
+
+
+def _count() -> int:
+    # Not by jax.process_count, which starts the backend: how many devices it has may come later.
+    state = runtime.global_state
+    return 1 if state.client is None else state.num_processes or 1
+
+
+def _store() -> Any:
+    return runtime.global_state.client
+
+
+def _publish(value: Any, failed: bool = False) -> str:
+    place = f"shardwise/agree/{next(_ROUNDS)}"
+    text = json.dumps([*value, failed])
+    _store().key_value_set(f"{place}/{runtime.global_state.process_id}", text)
+    return place
+
+
+def _read(place: str, index: int, topic: str) -> tuple[str, str]:
+    """Waits for what a process gives; one that is lost meanwhile is named."""
+    while True:
+        try:
+            text = _store().blocking_key_value_get(f"{place}/{index}", _POLL_MILLISECONDS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            if WATCHES and (loss := WATCHES[0].find(0)):
+                text = WATCHES[0].settle(loss, topic)
+                raise LostProcess(text, loss.lost) from None
+            continue
+        theirs, given, failed = json.loads(text)
+        if failed:
+            text = f"{who(index)} failed while {theirs}: {given}"
+            raise known_to_all(LostProcess(text, (index,)))
+        return theirs, given
+
+
+def _say_failed(doing: str, error: Exception) -> None:
+    """Publishes that this process failed, and waits a little for the others to have heard of it."""
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    text = f"{kind}{error}"
+    until = time.monotonic() + _FAILED_SECONDS
+    with contextlib.suppress(Exception):
+        place = _publish([doing, text], failed=True)
+        for index in range(_count()):
+            left = max(1, int(1000 * (until - time.monotonic())))
+            _store().blocking_key_value_get(f"{place}/{index}", left)
+        # All have come: none of them is in a collective, and each will read it.
+        known_to_all(error)
+
+
+def known_to_all(error: _Error) -> _Error:
+    """Returns the error, noted as known to all: nobody is to blame for ending by it."""
+    for watch in WATCHES:
+        watch.agreed = error
+    return error

@@ -1,0 +1,210 @@
+"""Many processes: the same script on one, on N of one machine, and on a cluster."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax._src import clusters, xla_bridge
+from jax._src import distributed as runtime
+
+from .peers import WATCHES, Processes, Watch
+
+_REQUIRED = ("SHARDWISE_COORDINATOR", "SHARDWISE_PROCESSES", "SHARDWISE_PROCESS")
+_CLUSTERS = {
+    "SlurmCluster": "Slurm",
+    "OmpiCluster": "Open MPI",
+    "GkeTpuCluster": "Cloud TPU",
+    "GceTpuCluster": "Cloud TPU",
+    "K8sCluster": "Kubernetes",
+}
+
+
+def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> Processes:
+    """Returns this process's place among all of them, having started JAX's runtime if need be.
+
+    Call it before anything else of JAX. The same script then runs on one process, on those that
+    `shardwise launch` starts, and on a cluster that JAX detects (Slurm, Open MPI, Kubernetes,
+    Cloud TPU). A second call returns the same. When another process dies or falls silent, this
+    one says which on stderr and ends, with code 75, within `timeout_seconds` and 10 more.
+
+    Args:
+        timeout_seconds: how long until a silent process is taken for dead.
+        start_seconds: how long to wait for all processes to come.
+
+    Raises:
+        ValueError: a backend has started already, the environment contradicts itself, or the
+            coordinator cannot be reached.
+
+    Example:
+        >>> import shardwise as sw
+        >>> here = sw.distributed()
+        >>> here.index, here.count, here.found
+        (0, 1, 'one process')
+    """
+    for name, value in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
+        if not (math.isfinite(value) and value >= 1):
+            raise ValueError(f"{name} is {value!r}, and must be a number of seconds, at least 1")
+    if WATCHES:
+        return WATCHES[0].processes
+    if jax.distributed.is_initialized():
+        state = runtime.global_state
+        processes = Processes(
+            state.process_id,
+            state.num_processes,
+            "jax.distributed.initialize",
+            state.coordinator_address,
+        )
+    elif any(name in os.environ for name in _REQUIRED):
+        processes = _launched()
+    else:
+        processes = _in_cluster()
+    if processes.count == 1:
+        return replace(processes, coordinator=None)
+    watch = Watch(processes, timeout_seconds)
+    if not jax.distributed.is_initialized():
+        _require_no_backend()
+        # JAX ends the process in C++ where the others do not come: that must be explained too.
+        watch.guard(f"not all {processes.count} came within {start_seconds:g} s")
+        _initialize(processes, timeout_seconds, start_seconds)
+        address = runtime.global_state.coordinator_address
+        watch.processes = replace(processes, coordinator=address)
+    watch.begin()
+    WATCHES.append(watch)
+    return watch.processes
+
+
+def _launched() -> Processes:
+    """Returns the place that `shardwise launch` gave to this process, with its devices set."""
+    present = [name for name in _REQUIRED if name in os.environ]
+    if missing := [name for name in _REQUIRED if name not in present]:
+        raise ValueError(
+            f"{' and '.join(missing)} not set, though {' and '.join(present)} is: "
+            f"shardwise launch sets all of {', '.join(_REQUIRED)}"
+        )
+    address = os.environ["SHARDWISE_COORDINATOR"]
+    if not re.fullmatch(r".+:\d+", address):
+        raise ValueError(f"SHARDWISE_COORDINATOR is {address!r}, and must be host:port")
+    count, index = (_whole(name, least) for name, least in zip(_REQUIRED[1:], (1, 0), strict=True))
+    if index >= count:
+        raise ValueError(
+            f"SHARDWISE_PROCESS is {index}, and must be below SHARDWISE_PROCESSES, which is {count}"
+        )
+    if "SHARDWISE_DEVICES" in os.environ:
+        devices = _whole("SHARDWISE_DEVICES", 1)
+        if jax.config.values["jax_num_cpu_devices"] != devices:
+            _require_no_backend()
+            jax.config.update("jax_num_cpu_devices", devices)
+        if not os.environ.get("JAX_PLATFORMS") and not xla_bridge.backends_are_initialized():
+            jax.config.update("jax_platforms", "cpu")
+    return Processes(index, count, "shardwise launch", address)
+
+
+def _whole(name: str, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name} is {text!r}, and must be a whole number, at least {least}")
+    return int(text)
+
+
+def _in_cluster() -> Processes:
+    """Returns the place in the cluster that JAX would detect; its own list is the one asked."""
+    with warnings.catch_warnings():
+        if "JOB_COMPLETION_INDEX" not in os.environ:
+            # JAX warns in every pod without the kubernetes package, also where it is no job's.
+            warnings.simplefilter("ignore")
+        try:
+            kinds = [c for c in clusters.ClusterEnv._cluster_types if not c.opt_in_only_method]
+            kind = next((c for c in kinds if c.is_env_present()), None)
+            if kind is not None:
+                name = _CLUSTERS.get(kind.__name__, kind.__name__)
+                # The shell of an salloc is a step of one task, whatever the job's tasks.
+                alone = name == "Slurm" and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
+                count = 1 if alone else kind.get_process_count()
+                return Processes(kind.get_process_id() if count > 1 else 0, count, name)
+        except Exception as error:
+            raise ValueError(f"JAX found a cluster and could not read it: {error}") from error
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if os.environ.get(name, "1") != "1":
+            raise ValueError(
+                f"{name} is {os.environ[name]}, but JAX {jax.__version__} detects no cluster here, "
+                f"and each process would run alone: start them with srun or shardwise launch"
+            )
+    if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
+        raise ValueError(
+            f"JAX_COORDINATOR_ADDRESS is {address}, but no cluster is detected that tells how many "
+            f"processes there are: set {', '.join(_REQUIRED)} instead"
+        )
+    return Processes(0, 1, "one process")
+
+
+def _require_no_backend() -> None:
+    if xla_bridge.backends_are_initialized():
+        raise ValueError(
+            "a JAX backend has started, so processes can no longer be joined: call "
+            "sw.distributed() first, before any array is made or jax.devices() is asked"
+        )
+
+
+def _initialize(processes: Processes, timeout_seconds: float, start_seconds: float) -> None:
+    if jax.config.values["jax_cpu_collectives_implementation"] is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    arguments: dict[str, Any] = {
+        "heartbeat_timeout_seconds": math.ceil(timeout_seconds),
+        "initialization_timeout": math.ceil(start_seconds),
+    }
+    if address := processes.coordinator:
+        _require_address(processes, address, start_seconds)
+        given = "JAX_LOCAL_DEVICE_IDS" in os.environ or "SHARDWISE_DEVICES" in os.environ
+        arguments |= {
+            "coordinator_address": address,
+            # All is known: another cluster's variables around the launcher must not mix in.
+            "cluster_detection_method": "deactivate",
+            "num_processes": processes.count,
+            "process_id": processes.index,
+            # JAX would listen on every interface of this machine.
+            "coordinator_bind_address": address if address.startswith("127.0.0.1:") else None,
+            # One accelerator to a process, as JAX itself has it under Slurm and Open MPI.
+            "local_device_ids": None if given else [processes.index],
+        }
+    try:
+        jax.distributed.initialize(**arguments)
+    except Exception as error:
+        raise ValueError(
+            f"process {processes.index} of {processes.count} ({processes.found}) could not start "
+            f"JAX's distributed runtime: {error}"
+        ) from error
+
+
+def _require_address(processes: Processes, address: str, start_seconds: float) -> None:
+    """Checks what JAX would answer with the end of the process: a port in use, a host away."""
+    host, _, port = address.rpartition(":")
+    if processes.index == 0:
+        try:
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1" if host == "127.0.0.1" else "", int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"process 0 cannot listen on port {port} of {address}: {error}"
+            ) from error
+        return
+    deadline = time.monotonic() + start_seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"process {processes.index} of {processes.count} could not reach the "
+                    f"coordinator, process 0 at {address}, within {start_seconds:g} s: {error}"
+                ) from error
+        time.sleep(0.1)

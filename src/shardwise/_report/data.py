@@ -1,0 +1,128 @@
+"""What the report's page is given: a layout and its compilation as plain, small data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .._check import Finding, alike
+from .._compile import Compiled, Plan
+from .._layout import Layout
+from .._mesh import padded, show_spec
+from .._nnx import Leaf
+
+
+def plan_data(name: str, plan: Plan) -> dict[str, Any]:
+    """Returns what the page shows of one plan, as JSON can hold it."""
+    found = plan.all_findings
+    state = "bad" if not plan.usable else "warn" if found else "good"
+    # The compiler's verdict says nothing of them.
+    told = f"; {found.summary}" if plan.compiled is not None and found else ""
+    return {
+        "name": name,
+        "mesh": [[axis, size] for axis, size in plan.mesh.items()],
+        "target": plan.target,
+        "verdict": {"state": state, "text": plan.verdict + told},
+        "memory": {
+            "parts": [dataclasses.astuple(part) for part in plan.parts],
+            "capacity": plan.capacity,
+            "whole": plan.compiled is not None,
+        },
+        "findings": [_finding_row(group) for group in alike(found)],
+        **_leaves(plan.layout, list(plan.mesh)),
+        "compiled": _compiled(plan.compiled),
+    }
+
+
+def _finding_row(group: list[Finding]) -> dict[str, Any]:
+    first = group[0]
+    row = {
+        name: getattr(first, name)
+        for name in ("code", "name", "severity", "path", "message", "context", "help")
+    }
+    return {**row, "more": [finding.path for finding in group[1:]]}
+
+
+def _leaves(layout: Layout | None, axes: list[str]) -> dict[str, Any]:
+    """Returns the leaves as short rows; texts that many share are kept once, by number."""
+    texts: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return texts.setdefault(text, len(texts))
+
+    rows = []
+    for leaf in layout.leaves if layout is not None else ():
+        cuts = (
+            []
+            if leaf.faults
+            else [[axes.index(a) for a in dim] for dim in padded(leaf.spec, leaf.ndim)]
+        )
+        rows.append(
+            [
+                leaf.path,
+                number(leaf.kind),
+                number(str(leaf.dtype)),
+                leaf.shape,
+                number(show_spec(leaf.spec)),
+                cuts,
+                None if leaf.faults else leaf.shard_shape,
+                leaf.bytes,
+                leaf.held_bytes,
+                0 if leaf.faults else leaf.copies,
+                number(leaf.reason),
+                [number(_opinion(opinion)) for opinion in leaf.trail],
+                number(_names(leaf)),
+                [number(f"{fault.code}: {fault.message}; {fault.help}") for fault in leaf.faults],
+            ]
+        )
+    return {"leaves": rows, "texts": list(texts)}
+
+
+def _names(leaf: Leaf) -> str:
+    if leaf.names is None:
+        return ""
+    entries = ("+".join(n) if isinstance(n, tuple) else n or "" for n in leaf.names)
+    return ",".join(entries)
+
+
+def _opinion(opinion: Any) -> str:
+    spec = show_spec(opinion.spec) if opinion.spec is not None else "no opinion"
+    source = f"{opinion.source}: " if opinion.source else ""
+    return f"{source}{spec}{' - ' if opinion.reason else ''}{opinion.reason}"
+
+
+def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:
+    if compiled is None:
+        return None
+    return {
+        "flops": compiled.flops,
+        "bytes_accessed": compiled.bytes_accessed,
+        "not_counted": compiled.not_counted,
+        "note": compiled.note,
+        "collectives": [
+            [
+                row.kind,
+                list(row.axes),
+                row.shape,
+                row.times,
+                row.step_bytes,
+                row.source.place,
+                row.source.module,
+                row.source.leaf,
+                row.source.op,
+                int(row.source.backward),
+            ]
+            for row in sorted(compiled.collectives, key=lambda row: -row.step_bytes)
+        ],
+        "buffers": [
+            [
+                row.shape,
+                row.count,
+                row.total_bytes,
+                row.source.place,
+                row.source.module,
+                row.source.op,
+            ]
+            for row in compiled.buffers
+        ],
+    }

@@ -1,0 +1,104 @@
+"""One page that shows what is known of a layout and of its compilation, as a file or inline."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import os
+from collections.abc import Sequence
+from importlib import metadata, resources
+
+from .._base import write_whole
+from .._compile import Compiled, Plan
+from .._layout import Layout
+from .._mesh import show_mesh, target_of
+from .data import plan_data
+
+# In the order in which they are put together; each uses only those before it.
+_STYLES = ("page.css",)
+_SCRIPTS = (
+    "data.js", "lists.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "mesh.js", "memory.js",
+    "traffic.js", "compare.js", "main.js",
+)  # fmt: skip
+# Nothing is loaded from anywhere, and the browser holds the page to it.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+_INLINE_HEIGHT = 720
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """One self-contained HTML page. Made by `layout.report()`, `compiled.report()`.
+
+    In a notebook it shows itself.
+
+    Attributes:
+        title: what it is of.
+        html: the page.
+    """
+
+    title: str
+    html: str
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the page to a file, which any browser opens from disk."""
+        write_whole(path, self.html)
+
+    def __repr__(self) -> str:
+        """Returns what it is of, and its size; the page itself is for a browser."""
+        return f"Report({self.title!r}, {len(self.html):,} characters: save(path) and open it)"
+
+    def _repr_html_(self) -> str:
+        # A frame of its own: the page's styles stay off the notebook, and the notebook's off it.
+        return (
+            f'<iframe srcdoc="{html.escape(self.html)}" title="{html.escape(self.title)}" '
+            f'style="width:100%;height:{_INLINE_HEIGHT}px;border:1px solid #8886"></iframe>'
+        )
+
+
+def report_of(shown: Layout | Compiled, against: Layout | Compiled | None = None) -> Report:
+    """Returns the page of a layout or a compilation, alone or beside another one."""
+    plans = []
+    for one in [shown] if against is None else [shown, against]:
+        if isinstance(one, Compiled):
+            plans.append((_name(one), Plan(one.layout, one)))
+        elif isinstance(one, Layout):
+            plans.append((_name(one), Plan(one)))
+        else:
+            raise ValueError(f"against is a {type(one).__name__}: give a layout or a compilation")
+    return report_of_plans(plans)
+
+
+def _name(one: Layout | Compiled) -> str:
+    if isinstance(one, Compiled):
+        axes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
+        return f"{axes} on {one.target}"
+    target = target_of(one.mesh)
+    return f"{show_mesh(one.mesh)} on {target}" if target is not None else show_mesh(one.mesh)
+
+
+def report_of_plans(plans: Sequence[tuple[str, Plan]]) -> Report:
+    """Returns the page of one plan, or of two that are compared, each with its name."""
+    title = " against ".join(name for name, _ in plans)
+    names = [name for name, _ in plans]
+    if len(set(names)) < len(names):
+        names = ["this", "the other"]
+    found = [plan_data(name, plan) for name, (_, plan) in zip(names, plans, strict=True)]
+    data = {"title": title, "version": metadata.version("shardwise"), "sides": found}
+    # Inside a script element only this could end it early.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": html.escape(title),
+        "policy": _POLICY,
+        "style": "\n".join(_read(name) for name in _STYLES),
+        "script": "\n".join(_read(name) for name in _SCRIPTS),
+        "data": text,
+    }
+    page = _read("page.html")
+    for name, part in parts.items():
+        page = page.replace(f"<!--{name}-->", part, 1)
+    return Report(title, page)
+
+
+def _read(name: str) -> str:
+    return (resources.files("shardwise._report") / "assets" / name).read_text(encoding="utf-8")

@@ -1,0 +1,344 @@
+"""shard_map on one device: the same body, mesh and specs, the same values and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from .._check import Finding, Findings, LayoutError, make_finding
+from .._jax import shorten, show_value
+from .._mesh import AnyMesh, faults, require_spec, show_mesh, show_spec
+from .._mesh import mesh as make_mesh
+from .._nnx import dotted
+from .agreement import Watch, axes_left_out, unproven
+from .body import Body, Setting, plain_mesh, trace_body
+from .events import Shards, Trace, Tracker
+from .held import Held, in_order, is_traced, join, split
+from .machine import Machine
+
+
+def simulate(
+    body: Callable[..., Any],
+    *,
+    mesh: AnyMesh | str,
+    in_specs: Any,
+    out_specs: Any,
+    check: bool = True,
+    check_vma: bool = True,
+    axis_names: Any = None,
+) -> Simulation:
+    """Returns `jax.shard_map(body, ...)` for the one device that is here, whatever the mesh's size.
+
+    It is called with global arrays, under jit, grad, vmap or none of them, and returns global
+    arrays. The body is traced by JAX's own shard_map, so it sees local shapes and its collectives
+    mean what they mean on real devices; then all devices are run at once.
+
+    Args:
+        body: a function of local arrays, with collectives. As in `jax.shard_map`, arguments may be
+            any pytrees, NNX modules and states among them.
+        mesh: of devices, abstract, or written as `"data=2,model=4"`.
+        in_specs: a spec for each argument, or a tree of them that is a prefix of the argument's.
+        out_specs: the same for what the body returns.
+        check: whether devices that disagree where `out_specs` says that they hold the same are
+            an error (a `LayoutError` with code SW501), up to rounding.
+        check_vma: as in `jax.shard_map`: it decides what the gradient of a collective within
+            the body is. It is the same here.
+        axis_names: as in `jax.shard_map`: the axes that the body sees; all by default.
+
+    Raises:
+        LayoutError: when called: a spec names an axis that the mesh has not, or twice, has more
+            entries than the array has dims, or splits a dim unevenly; or see `check`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, shardwise as sw
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def mean(x):
+        ...     return jax.lax.pmean(x.sum(), "data")
+        >>> f = sw.simulate(mean, mesh="data=4", in_specs=P("data"), out_specs=P())
+        >>> float(f(jnp.arange(8.0)))
+        7.0
+        >>> f.shards(jnp.arange(8.0))[2].inputs
+        (Array([4., 5.], dtype=float32),)
+    """
+    return Simulation(body, mesh, in_specs, out_specs, check, check_vma, axis_names)
+
+
+class Simulation:
+    """A simulated shard_map: call it with global arrays. See `simulate`.
+
+    Attributes:
+        mesh: its axes.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        mesh: AnyMesh | str,
+        in_specs: Any,
+        out_specs: Any,
+        check: bool,
+        check_vma: bool,
+        axis_names: Any,
+    ):
+        """Reads the mesh; the specs are read when the arguments are known."""
+        if not callable(body):
+            raise ValueError(f"simulate takes a function, got a {type(body).__name__}")
+        given = make_mesh(mesh, on="none") if isinstance(mesh, str) else mesh
+        if not hasattr(given, "axis_names"):
+            raise ValueError(
+                f"mesh is a {type(mesh).__name__}: give a mesh, or write it as 'data=2,model=4'"
+            )
+        self.mesh = plain_mesh(given)
+        manual = set(axis_names or self.mesh.axis_names)
+        for axis in manual - set(self.mesh.axis_names):
+            raise ValueError(
+                f"axis_names has {axis!r}, which is not on the mesh {show_mesh(self.mesh)}"
+            )
+        self._body, self._in_specs, self._out_specs = body, in_specs, out_specs
+        self._checks = check
+        self._setting = Setting(self.mesh, in_order(manual, self.mesh.shape), check_vma)
+        functools.update_wrapper(self, body, updated=())
+
+    def __repr__(self) -> str:
+        """Returns the body's name and the mesh."""
+        name = getattr(self._body, "__name__", type(self._body).__name__)
+        return f"simulate({name}, mesh={show_mesh(self.mesh)!r})"
+
+    def __call__(self, *args: Any) -> Any:
+        """Returns what `jax.shard_map` returns for the same global arguments."""
+        body, held, _ = self._prepare(args)
+        watch = self._watch(held) if self._checks else None
+        outs = self._run(body, held, watch)
+        specs = self._specs_of_outputs(body, outs)
+        if watch is not None:
+            Findings(tuple(self._disagreements(watch, body, outs, specs))).raise_if_errors()
+        sizes = self._setting.sizes
+        whole = [join(_representative(o, s), s, sizes) for o, s in zip(outs, specs, strict=True)]
+        return jax.tree.unflatten(body.out_tree, whole)
+
+    def check(self, *args: Any) -> Findings:
+        """Returns all that is wrong or suspicious of specs, values and collectives; it runs once.
+
+        Args:
+            *args: global arrays, as for a call.
+        """
+        try:
+            body, held, _ = self._prepare(args)
+            watch = self._watch(held)
+            outs = self._run(body, held, watch)
+            specs = self._specs_of_outputs(body, outs)
+        except LayoutError as error:
+            return error.findings
+        found = self._disagreements(watch, body, outs, specs)
+        told = {finding.path for finding in found}
+        if self._setting.typed:
+            rows = zip(_output_paths(body, outs), specs, body.out_varying, outs, strict=True)
+            suspects = [unproven(*row, self._show()) for row in rows]
+            found += [f for f in suspects if f is not None and f.path not in told]
+        return Findings(tuple(found))
+
+    def trace(self, *args: Any) -> Trace:
+        """Returns every collective that a call with these arguments executes, in order.
+
+        Args:
+            *args: global arrays, as for a call.
+        """
+        body, held, _ = self._prepare(args)
+        tracker = Tracker(self._setting.sizes)
+        outs = self._run(body, held, tracker=tracker)
+        jax.block_until_ready([o.value for o in outs])
+        jax.effects_barrier()
+        return Trace(self._show(), tuple(tracker.events()))
+
+    def shards(self, *args: Any) -> Shards:
+        """Returns what every simulated device is given and returns, by its mesh coordinates.
+
+        Args:
+            *args: global arrays, as for a call.
+        """
+        body, held, tree = self._prepare(args)
+        outs = self._run(body, held)
+        paths, _ = jax.tree_util.tree_flatten_with_path(args)
+        names = [self._argument_path(path) for path, _ in paths]
+        out_names = [p.removeprefix("output").lstrip(".") for p in _output_paths(body, outs)]
+        return Shards(
+            self._show(),
+            self._setting.sizes,
+            (tree, held, names),
+            (body.out_tree, outs, out_names),
+        )
+
+    def _show(self) -> str:
+        return show_mesh(self.mesh)
+
+    def _prepare(self, args: Sequence[Any]) -> tuple[Body, list[Held], Any]:
+        leaves, tree = jax.tree_util.tree_flatten_with_path(args)
+        arrays = [_unsharded(jnp.asarray(leaf)) for _, leaf in leaves]
+        paths = [self._argument_path(path) for path, _ in leaves]
+        specs = _broadcast(self._in_specs, tuple(args), "in_specs", "arguments")
+        found = list(self._faults(paths, arrays, specs))
+        if found:
+            raise LayoutError(Findings((*found, *self._faults_of_out_specs())))
+
+        def flat(*local: Any) -> Any:
+            return self._body(*jax.tree.unflatten(tree, local))
+
+        try:
+            body = trace_body(flat, arrays, specs, self._setting)
+        except (NameError, ValueError, AssertionError):
+            self._require_bound(flat, arrays, specs)
+            raise
+        sizes = self._setting.sizes
+        return body, [split(a, s, sizes) for a, s in zip(arrays, specs, strict=True)], tree
+
+    def _run(
+        self,
+        body: Body,
+        held: Sequence[Held],
+        watch: Watch | None = None,
+        tracker: Tracker | None = None,
+    ) -> list[Held]:
+        log = None if tracker is None else tracker.log
+        machine = Machine(self._setting, log, None if watch is None else watch.ways)
+        return machine.run_body(body, held)
+
+    def _watch(self, held: Sequence[Held]) -> Watch:
+        # Within a jit even a sum of constants has no value yet.
+        traced = is_traced(jnp.add(0, 0)) or any(is_traced(h.value) for h in held)
+        return Watch(self._show(), eager=not traced)
+
+    def _disagreements(
+        self, watch: Watch, body: Body, outs: Sequence[Held], specs: Sequence[P]
+    ) -> list[Finding]:
+        for path, out, spec in zip(_output_paths(body, outs), outs, specs, strict=True):
+            watch.outputs(path, spec, out)
+        return watch.findings(outs)
+
+    def _specs_of_outputs(self, body: Body, outs: Sequence[Held]) -> list[P]:
+        sample = jax.tree.unflatten(body.out_tree, outs)
+        specs = _broadcast(self._out_specs, sample, "out_specs", "returned values")
+        sizes = self._setting.sizes
+        # The dims that are joined are those of a shard: any shard divides.
+        found = [
+            make_finding(f.code, path, f.message, f.help, self._context(o.local_shape, s))
+            for path, o, s in zip(_output_paths(body, outs), outs, specs, strict=True)
+            for f in faults(tuple(0 for _ in o.local_shape), s, sizes)
+        ]
+        if found:
+            raise LayoutError(Findings(tuple(found)))
+        return specs
+
+    def _faults(self, paths: Any, arrays: Any, specs: Any) -> Iterator[Finding]:
+        for path, array, spec in zip(paths, arrays, specs, strict=True):
+            for fault in faults(array.shape, spec, self._setting.sizes):
+                context = self._context(array.shape, spec)
+                yield make_finding(fault.code, path, fault.message, fault.help, context)
+
+    def _faults_of_out_specs(self) -> Iterator[Finding]:
+        """Yields what is wrong with them whatever is returned, for when nothing can be."""
+        rows = jax.tree_util.tree_leaves_with_path(self._out_specs, is_leaf=_is_spec)
+        for path, spec in rows:
+            shape = (0,) * len(spec) if _is_spec(spec) else ()
+            for fault in faults(shape, spec, self._setting.sizes) if shape else ():
+                context = f"spec {show_spec(spec)}  mesh {self._show()}"
+                name = _dotted("output", path)
+                yield make_finding(fault.code, name, fault.message, fault.help, context)
+
+    def _context(self, shape: Sequence[int], spec: P) -> str:
+        return f"shape {tuple(shape)}  spec {show_spec(spec)}  mesh {self._show()}"
+
+    def _require_bound(self, flat: Any, arrays: Any, specs: Any) -> None:
+        """Raises a finding if the body uses an axis that the mesh has not."""
+        try:  # without its account of what varies JAX says it in one way
+            trace_body(flat, arrays, specs, dataclasses.replace(self._setting, typed=False))
+        except NameError as error:
+            if (unbound := re.search(r"unbound axis name: (\w+)", str(error))) is None:
+                return
+            finding = make_finding(
+                "SW101",
+                getattr(self._body, "__name__", "body"),
+                f"the body uses axis {unbound[1]!r}, which is not on the mesh",
+                f"the mesh has {', '.join(self._setting.manual)}",
+                f"mesh {self._show()}",
+            )
+            raise LayoutError(Findings((finding,))) from None
+        except Exception:  # not about axes: the error of the first trace is the one to tell
+            return
+
+    def _argument_path(self, path: Sequence[Any]) -> str:
+        index = path[0].idx
+        try:
+            names = list(inspect.signature(self._body).parameters.values())
+        except (TypeError, ValueError):
+            names = []
+        plain = index < len(names) and names[index].kind != inspect.Parameter.VAR_POSITIONAL
+        name = names[index].name if plain else f"args.{index}"
+        return _dotted(name, path[1:])
+
+
+def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
+    """Returns a spec for each leaf of `tree`; `specs` is a prefix of it, None as good as P()."""
+    specs = jax.tree.map(lambda s: P() if s is None else s, specs, is_leaf=lambda s: s is None)
+    try:
+        whole = jax.tree.broadcast(specs, tree, is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"{word} does not have the structure of the {of}, nor is it a prefix of it: "
+            f"{word} is {shorten(str(jax.tree.structure(specs, is_leaf=_is_spec)))}, they are "
+            f"{shorten(str(jax.tree.structure(tree)))}. Give one spec for each, or one for all"
+        ) from error
+    leaves = jax.tree.leaves(whole, is_leaf=_is_spec)
+    for leaf in leaves:
+        if not _is_spec(leaf):
+            raise ValueError(
+                f"{word} has {show_value(leaf)}, a {type(leaf).__name__}: it is made of PartitionSpecs, "
+                f"such as P('data')"
+            )
+    return [require_spec(leaf, word) for leaf in leaves]
+
+
+def _unsharded(array: Any) -> Any:
+    """Returns an array whose type names no axis: where it lies is none of the simulation's business."""
+    if any(entry is not None for entry in jax.typeof(array).sharding.spec):
+        return jax.reshard(array, P(*(None,) * array.ndim))
+    return array
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+def _output_paths(body: Body, outs: Sequence[Held]) -> list[str]:
+    sample = jax.tree.unflatten(body.out_tree, outs)
+    leaves = jax.tree_util.tree_leaves_with_path(sample, is_leaf=lambda x: isinstance(x, Held))
+    return [_dotted("output", path) for path, _ in leaves]
+
+
+def _dotted(name: str, path: Sequence[Any]) -> str:
+    rest = dotted(path)
+    return f"{name}.{rest}" if rest else name
+
+
+def _representative(held: Held, spec: P) -> Held:
+    """Returns the value of the first device along each axis that the spec leaves out."""
+    for axis in reversed(axes_left_out(held.axes, spec)):
+        at = held.axes.index(axis)
+        held = Held(_first(held.value, at), tuple(a for a in held.axes if a != axis))
+    return held
+
+
+def _first(value: Any, dim: int) -> Any:
+    """Returns the first along `dim`; each device gets its part of the cotangent, as a real one."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.take(value, 0, axis=dim)
+    fn = jax.custom_jvp(lambda v: jnp.take(v, 0, axis=dim))
+    fn.defjvp(lambda p, t: (jnp.take(p[0], 0, axis=dim), jnp.mean(t[0], axis=dim)))
+    return fn(value)

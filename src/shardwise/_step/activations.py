@@ -1,0 +1,86 @@
+"""Where activations lie: what a layout says of the names on its leaves' dims."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax.core import spmd as flax_spmd
+
+from .._layout import Layout
+from .._mesh import Axes, dim_axes, padded
+from .batch import data_axes
+
+ActivationRules = tuple[tuple[str, tuple[str, ...]], ...]
+
+# Tokens travel to their experts, along any axis, whereas other dims of a model stay where they are.
+_VISITED = "experts"
+
+
+def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
+    """Returns the axes that split activations, by the names on their dims.
+
+    `batch` goes to the axes of the batch, and to those of `experts`. Each name that leaves carry
+    goes to the axes that split its dims, unless these only store the leaf in parts (FSDP) or
+    split the batch; a name that leaves split differently has no rule.
+
+    Args:
+        layout: the layout.
+        batch: the batch with its shardings, a pytree of `jax.ShapeDtypeStruct`s; without, it is
+            taken to be split over the layout's data axes.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> from shardwise import models
+        >>> from shardwise._activations import activation_rules
+        >>> config = models.Config(layers=1, width=64, hidden=128, heads=4, vocab=256)
+        >>> make = lambda: models.Decoder(config, rngs=nnx.Rngs(0))
+        >>> mesh = sw.mesh("data=2,model=4", on="none")
+        >>> activation_rules(sw.layout(make, mesh, logical={"mlp": "model", "embed": "data"}))
+        (('batch', ('data',)), ('mlp', ('model',)))
+    """
+    rows, columns = _batch_axes(batch, 0), _batch_axes(batch, 1)
+    data = data_axes(layout) if batch is None else rows
+    split = _split_names(layout, frozenset(data_axes(layout)) | frozenset(data))
+    experts = split.get(_VISITED, ())
+    rules = {"batch": (*data, *(axis for axis in experts if axis not in data)), "length": columns}
+    rules.update((name, axes) for name, axes in split.items() if name not in rules)
+    return tuple((name, axes) for name, axes in rules.items() if axes)
+
+
+@contextlib.contextmanager
+def named_activations(layout: Layout, batch: Any = None) -> Iterator[None]:
+    """Lets a traced model that names dims of its activations find this layout's axes for them.
+
+    Rules of the caller for names that the layout knows nothing of stay as they are.
+    """
+    rules = dict(activation_rules(layout, batch))
+    own = {"batch", "length"}.union(*(leaf.annotation_names for leaf in layout.leaves))
+    outer = [pair for pair in flax_spmd.get_logical_axis_rules() or () if pair[0] not in own]
+    with flax_spmd.logical_axis_rules((*outer, *rules.items())):
+        yield
+
+
+def _split_names(layout: Layout, data: frozenset[str]) -> dict[str, Axes]:
+    """Returns the axes of each name whose dims all leaves split alike."""
+    found: dict[str, set[Axes]] = {}
+    for leaf in layout.leaves:
+        for names, axes in zip(leaf.names or (), padded(leaf.spec, leaf.ndim), strict=False):
+            for name in dim_axes(names):
+                stays = leaf.gathered if name == _VISITED else leaf.gathered | data
+                kept = tuple(axis for axis in axes if axis not in stays)
+                found.setdefault(name, set()).add(kept)
+    return {name: axes for name, (axes, *more) in found.items() if axes and not more}
+
+
+def _batch_axes(batch: Any, dim: int) -> Axes:
+    """Returns the axes that split this dim of every leaf of the batch; none if they differ."""
+    found = {
+        padded(leaf.sharding.spec, len(leaf.shape))[dim]
+        for leaf in jax.tree.leaves(batch)
+        if len(leaf.shape) > dim
+    }
+    return found.pop() if len(found) == 1 else ()

@@ -1,0 +1,402 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .._base import either, working
+from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check, named_arrays
+from .._layout import Layout
+from .._nnx import Recipe
+from .._place import own_mesh, require_devices
+from .._processes import LostProcess, agreed_steps, known_to_all, naming_lost_process, together
+from .._step import Blueprint, Bound, NotFinite, TrainState, index_bounds, make_blueprint
+from .datasets import Data, open_batches
+from .fingerprint import program_parts, require_same_run, run_parts
+from .progress import Watch, require_logs
+from .replicas import Replicas, ReplicasDiffer
+from .stopping import Stopped, Stopping
+from .train import Step, begin, given_arrays
+
+_PROFILED_STEPS = 5
+_COMPARED_STEPS = 1000
+_Error = TypeVar("_Error", bound=Exception)
+
+
+def fit(
+    recipe: Recipe,
+    layout: Layout,
+    data: Any,
+    *,
+    steps: int,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = True,
+    evaluate: Any = None,
+    evaluate_every: int | None = None,
+    evaluate_batches: int = 10,
+    logs: str | Path | None = None,
+    log_every: int = 10,
+    profile: int | None = None,
+    show: bool = True,
+    model: Any = None,
+) -> TrainState:
+    """Returns the state after `steps` steps.
+
+    On SIGTERM and SIGINT it finishes the step, saves a checkpoint and raises `sw.Stopped`, which
+    ends the process; started again, it goes on from there. SIGUSR1 profiles the next five steps.
+
+    Args:
+        recipe: the recipe.
+        layout: the layout of its model, on a mesh of devices that are here.
+        data: from `sw.data`, or any iterable of batches (which is wound forward to resume).
+        steps: how many steps the run has in all, those before a resume included.
+        checkpoints: where to save; the last step is always saved.
+        resume: whether to go on from the newest checkpoint, if there is one.
+        evaluate: data to evaluate on, from `sw.data`.
+        evaluate_every: after how many steps.
+        evaluate_batches: on how many batches, the same each time.
+        logs: a folder for `metrics.jsonl`, TensorBoard's event files and profiles.
+        log_every: after how many steps they are written, and a line is printed where the
+            terminal has no progress bar.
+        profile: the step from which five are profiled.
+        show: whether to show progress.
+        model: weights to begin with, as `sw.train_state` takes them; a checkpoint to resume from
+            comes first.
+
+    Raises:
+        ProcessesDiffer: a process runs another program, or has other data or checkpoints.
+        ReplicasDiffer: devices of several processes hold different values of the same array.
+        NotFinite: the loss became NaN or infinite; the last checkpoint is from before.
+        Stopped: a signal came.
+        CheckpointError: a checkpoint could not be written or read.
+
+    Example:
+        >>> import jax, numpy as np, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 1, rngs=nnx.Rngs(0))
+        >>> loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        >>> samples = {"x": np.ones((256, 16), "float32"), "y": np.ones((256, 1), "float32")}
+        >>> batch = {"x": jax.ShapeDtypeStruct((64, 16), "float32"),
+        ...          "y": jax.ShapeDtypeStruct((64, 1), "float32")}
+        >>> recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(0.01), batch=batch)
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> state = sw.fit(recipe, layout, sw.data(samples), steps=10, show=False)
+        >>> int(state.step)
+        10
+    """
+    _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
+    _require_place(checkpoints)
+    shown = show and jax.process_index() == 0
+    folder = Path(logs) if logs is not None else None
+    with together("preparing the run"):
+        blueprint = make_blueprint(recipe, layout)
+        mesh = require_devices(blueprint.layout)
+        step = Step(blueprint)
+        given = given_arrays(model, blueprint) if model is not None else None
+        if folder is not None and jax.process_index() == 0:
+            require_logs(folder)
+        arguments = {
+            "steps": steps,
+            "checkpoints": checkpoints and (checkpoints.every, checkpoints.minutes),
+            "resume": resume,
+            "evaluate": evaluate_every and (evaluate_every, evaluate_batches),
+            "model": model is not None,
+        }
+        parts = run_parts(blueprint, data, evaluate, arguments)
+    require_same_run(parts)
+    saved = agreed_steps(checkpoints) if checkpoints is not None else []
+    if checkpoints is not None and saved and not resume:
+        raise ValueError(
+            f"resume=False would begin anew in {checkpoints.directory}, which has checkpoints up "
+            f"to step {saved[-1]}: give another directory, or remove them"
+        )
+    with _released_on_failure(checkpoints):
+        if checkpoints is not None and (not saved or saved[-1] < steps):
+            with together("preparing the checkpoints"):
+                checkpoints.require_writable()
+        with together("tracing the step"):
+            # Traced once: the first step finds it in JAX's cache.
+            traced = step.jitted.trace(blueprint.abstract, blueprint.batch).jaxpr
+            bounds = index_bounds(traced, len(jax.tree.leaves(blueprint.batch)))
+            programs = program_parts(blueprint, traced, given)
+        require_same_run(programs)
+        if checkpoints is not None and saved:
+            newest = saved[-1]
+            # By metadata alone first: reading waits for all processes, also for one that has failed.
+            with together(f"checking step {newest}"):
+                flight_check(blueprint, checkpoints.about(newest)).findings.raise_if_errors()
+            with (
+                together(f"restoring step {newest}"),
+                working(f"restoring step {newest}", show=shown),
+            ):
+                state = checkpoints.restore(recipe, layout, step=newest)
+                position = checkpoints.about(newest)["position"]
+        else:
+            doing = "initialising the model in its shards"
+            with together(doing), working(doing, show=shown):
+                state, position = begin(blueprint, given), 0
+        first = int(state.step)
+        saver = _Saver(blueprint, checkpoints, state)
+        judge = (
+            _Judge(blueprint, evaluate, evaluate_batches, bounds) if evaluate is not None else None
+        )
+        watch = Watch(blueprint, steps=steps, first=first, logs=folder, every=log_every, show=show)
+        place = folder or (checkpoints.directory if checkpoints else Path.cwd())
+        tracer = _Profile(place, watch.warn)
+
+    with own_mesh(mesh), Stopping(mesh) as stop, watch:
+        if saved:
+            also = ", not from the model that was given" if given is not None else ""
+            watch.say(f"resumed after step {first} of {saver.place}{also}")
+        if first >= steps:
+            watch.say(f"nothing to do: the run has {first} steps already, of {steps}")
+            return state
+        try:
+            with together("opening the data"):
+                batches = open_batches(data, blueprint, position, bounds)
+            saver.require_replicas(first, state)
+            for number in range(first + 1, steps + 1):
+                with naming_lost_process(f"step {number}"):
+                    tracer.before(number, asked=stop.profile or number == profile)
+                    stop.profile = False
+                    state, metrics = step(state, _next(batches, number, steps))
+                    tracer.after(number, metrics)
+                    watch.add(number, metrics)
+                    asked = stop.asked()
+                    if evaluate_every and judge and number % evaluate_every == 0:
+                        with watch.pause():
+                            watch.note(number, judge(state))
+                    due = saver.due(number) or asked or number == steps
+                    if due or number % _COMPARED_STEPS == 0:
+                        watch.catch_up()
+                        with watch.pause():
+                            saver.require_replicas(number, state)
+                    if due:
+                        with watch.pause():
+                            saver.save(number, state, batches.position)
+                    if asked:
+                        saver.wait()
+                        watch.say(f"stopped after step {number}, {saver.told}")
+                        raise Stopped(number, asked)
+            saver.wait()
+        except NotFinite as error:
+            raise saver.at_last_good(NotFinite, saver.not_finite() or error) from None
+        except ReplicasDiffer as error:
+            with contextlib.suppress(CheckpointError, NotFinite):
+                saver.wait()
+            told = saver.at_last_good(ReplicasDiffer, error)
+            told.path, told.devices = error.path, error.devices
+            raise known_to_all(told) from None
+        except LostProcess:
+            raise  # a save that is under way waits for all processes, and would time out
+        except Exception:
+            # A save that is under way is finished, whatever ended the run.
+            with contextlib.suppress(CheckpointError, NotFinite):
+                saver.wait()
+            raise
+        finally:
+            tracer.close()
+        if stop.noted:  # it came while the last step was saved
+            raise Stopped(steps, stop.noted)
+    return state
+
+
+@contextlib.contextmanager
+def _released_on_failure(checkpoints: Checkpoints | None) -> Iterator[None]:
+    """Lets other runs save to the directory again if this one fails before its first step."""
+    try:
+        yield
+    except BaseException:
+        if checkpoints is not None:
+            checkpoints.release()
+        raise
+
+
+class _Saver:
+    """Saves when it is time, and never a state that is not finite."""
+
+    def __init__(self, blueprint: Blueprint, checkpoints: Checkpoints | None, state: TrainState):
+        self.blueprint, self.checkpoints = blueprint, checkpoints
+        self.place = checkpoints.directory if checkpoints else ""
+        self.told = f"saved to {self.place}" if checkpoints else "nothing was saved"
+        self._saved_at = time.monotonic()
+        # A finite loss does not mean that the update after it was: what is saved must be finite.
+        # What is infinite from the start, such as a mask or the best loss so far, is meant so.
+        self._finite = _finite_arrays(state) if checkpoints else []
+        self._replicas: Replicas | None = None
+
+    def due(self, number: int) -> bool:
+        every = self.checkpoints.every if self.checkpoints else None
+        if every and number % every == 0:
+            return True
+        minutes = self.checkpoints.minutes if self.checkpoints else None
+        if not minutes:
+            return False
+        late = time.monotonic() - self._saved_at >= 60 * minutes
+        return bool(_same_everywhere(late)) if jax.process_count() > 1 else late
+
+    def save(self, number: int, state: TrainState, position: int) -> None:
+        if self.checkpoints is None:
+            return
+        self.checkpoints.save(
+            number, state, position=position, layout=self.blueprint.layout, finite=self._finite
+        )
+        self._saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+
+    def not_finite(self) -> NotFinite | None:
+        """Returns what the save that is under way finds: the loss after it tells less."""
+        try:
+            self.wait()
+        except NotFinite as error:
+            return error
+        return None
+
+    def require_replicas(self, number: int, state: TrainState) -> None:
+        """Compares the copies of the state, where processes could make them differ."""
+        if jax.process_count() == 1:
+            return
+        if self._replicas is None:
+            self._replicas = Replicas(state)
+        self._replicas.check(state, number)
+
+    def at_last_good(self, kind: type[_Error], error: Exception) -> _Error:
+        """Returns the error with where to go on from."""
+        if self.checkpoints is None:
+            return kind(
+                f"{error}; nothing was saved: "
+                + either("give fit checkpoints=", "give --checkpoints DIR")
+            )
+        steps = self.checkpoints.steps()
+        if not steps:
+            return kind(f"{error}; no checkpoint was saved to {self.checkpoints.directory} before")
+        where = f"step {steps[-1]} in {self.checkpoints.directory}"
+        return kind(f"{error}; the last good checkpoint is {where}")
+
+
+class _Judge:
+    """Evaluates a state on the same batches each time."""
+
+    def __init__(self, blueprint: Blueprint, data: Any, count: int, bounds: Sequence[Bound]):
+        if not isinstance(data, Data):
+            raise ValueError(f"evaluate is a {type(data).__name__}: give sw.data(…)")
+        self.blueprint, self.data, self.count, self.bounds = blueprint, data, count, bounds
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, blueprint.batch)
+        self.jitted = jax.jit(
+            blueprint.evaluate,
+            in_shardings=(blueprint.shardings, shardings),
+            out_shardings=NamedSharding(blueprint.layout.mesh, P()),
+        )
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        batches = zip(
+            range(self.count), self.data.on(self.blueprint, bounds=self.bounds), strict=False
+        )
+        rows = [self.jitted(state, batch) for _, batch in batches]
+        names = [name for name, value in rows[0].items() if value.size == 1]
+        return {f"eval_{name}": float(np.mean([row[name] for row in rows])) for name in names}
+
+
+class _Profile:
+    """A profile of five steps, when asked for."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self.folder, self.say = folder / "profile", say
+        self.until: int | None = None
+
+    def before(self, number: int, *, asked: bool) -> None:
+        if asked and self.until is None:
+            with self._going_on():
+                jax.profiler.start_trace(str(self.folder))
+                self.until = number + _PROFILED_STEPS - 1
+
+    def after(self, number: int, metrics: Any) -> None:
+        if number == self.until:
+            jax.block_until_ready(metrics)
+            self.close()
+
+    def close(self) -> None:
+        if self.until is not None:
+            self.until = None
+            with self._going_on():
+                jax.profiler.stop_trace()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """A profile that cannot be written, on a full disk for one, is no reason to stop."""
+        try:
+            yield
+        except Exception as error:
+            self.say(f"no profile could be written to {self.folder}: {error}")
+
+
+def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
+    try:
+        return next(batches)
+    except StopIteration:
+        raise ValueError(
+            f"the data ended before step {number} of {steps}: "
+            + either(
+                "give fewer steps, or data of more epochs (sw.data(…, epochs=None) has no end)",
+                f"give --steps {number - 1}, or data of more epochs",
+            )
+        ) from None
+
+
+def _finite_arrays(state: TrainState) -> list[str]:
+    arrays = {
+        name: x
+        for name, x in named_arrays(state).items()
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    }
+    with own_mesh(state.step.sharding.mesh):
+        return [name for name, digest in digests(arrays)().items() if digest.finite]
+
+
+def _same_everywhere(mine: bool) -> Any:
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(np.asarray(mine))
+
+
+def _require(
+    steps: int,
+    log_every: int,
+    evaluate: Any,
+    evaluate_every: int | None,
+    evaluate_batches: int,
+    profile: int | None,
+) -> None:
+    for name, value in (
+        ("steps", steps),
+        ("log_every", log_every),
+        ("evaluate_every", 1 if evaluate_every is None else evaluate_every),
+        ("evaluate_batches", evaluate_batches),
+        ("profile", 1 if profile is None else profile),
+    ):
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name}={value!r} is no number of steps: give 1 or more")
+    if (evaluate is None) != (evaluate_every is None):
+        raise ValueError("evaluate= and evaluate_every= go together: give both, or neither")
+
+
+def _require_place(checkpoints: Any) -> None:
+    if checkpoints is None:
+        return
+    if not isinstance(checkpoints, Checkpoints):
+        raise ValueError(
+            f"checkpoints is {checkpoints!r}: give sw.Checkpoints({str(checkpoints)!r})"
+        )

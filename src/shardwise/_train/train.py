@@ -1,0 +1,308 @@
+"""Training: the state in its shards, and the step jitted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from .._check import Findings, structure_findings
+from .._layout import Layout
+from .._mesh import show_mesh
+from .._nnx import Recipe, keyed_leaves, show_path
+from .._place import init, own_mesh, put_anywhere, require_devices, wrap_keys
+from .._step import (
+    Blueprint,
+    Bound,
+    TrainState,
+    local_spans,
+    require_batch,
+    require_integers,
+    whole_rows,
+)
+
+
+def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainState:
+    """Returns the state before the first step, initialised straight into its shards.
+
+    Args:
+        recipe: the recipe.
+        layout: the layout of its model, on a mesh of devices that are here; the optimizer's
+            state is laid out by `layout.for_optimizer`.
+        model: weights to begin with, which are copied into their shards: a model with arrays, its
+            state, or a dict of arrays by dotted path. Every variable of the model must be there,
+            of the same shape and dtype; take the others from a new state, as in
+            `{**sw.train_state(recipe, layout).model, **mine}`. On many processes each gives the
+            same. Without it, the recipe's model is initialised.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model, or the given weights are not;
+            nothing was allocated.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from shardwise.examples import decoder
+        >>> recipe = sw.Recipe(model=decoder.make, loss=decoder.loss, optimizer=optax.adamw(1e-3),
+        ...                    batch=jax.ShapeDtypeStruct((16, 64), "int32"))
+        >>> layout = sw.layout(decoder.make, sw.mesh("data=8", on="cpu:8"), "fsdp")
+        >>> state = sw.train_state(recipe, layout)
+        >>> state.optimizer["0.mu.embed.embedding"].addressable_shards[0].data.shape
+        (1024, 512)
+    """
+    blueprint = make_blueprint(recipe, layout)
+    require_devices(blueprint.layout)
+    return begin(blueprint, given_arrays(model, blueprint) if model is not None else None)
+
+
+def given_arrays(model: Any, blueprint: Blueprint) -> dict[str, Any]:
+    """Returns the arrays of a model, of a state, or of a dict by path; none is moved yet.
+
+    Raises:
+        LayoutError: they are not those of the blueprint's model; every difference is a finding.
+        ValueError: it is none of these, or abstract.
+    """
+    if isinstance(model, nnx.Module):
+        model = nnx.split(model)[1]
+    planned = {leaf.path: leaf.keys for leaf in blueprint.layout.leaves}
+    if isinstance(model, Mapping) and not isinstance(model, nnx.State):
+        live = {planned.get(path, tuple(path.split("."))): x for path, x in _by_path(model)}
+    elif isinstance(model, nnx.State):
+        live = dict(keyed_leaves(model))
+    else:
+        raise ValueError(
+            f"model is a {type(model).__name__}: give a model with arrays, its nnx.State, or a "
+            f"dict of arrays by dotted path, such as state.model"
+        )
+    for keys, x in live.items():
+        if isinstance(x, jax.ShapeDtypeStruct) or not hasattr(x, "dtype"):
+            raise ValueError(
+                f"{show_path(keys)} of the given model is a {type(x).__name__}, which has no "
+                f"values to begin with: give arrays"
+            )
+    found = structure_findings(
+        blueprint.layout,
+        live,
+        "give every array of the recipe's model; {**sw.train_state(recipe, layout).model, **weights} "
+        "takes those that the weights lack from an initialised one",
+    )
+    Findings(tuple(found)).raise_if_errors()
+    return {path: live[keys] for path, keys in planned.items()}
+
+
+def _by_path(arrays: Mapping[Any, Any], keys: tuple[Any, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Yields the arrays of a dict, flat or nested, by dotted path."""
+    for key, value in arrays.items():
+        if isinstance(value, Mapping):
+            yield from _by_path(value, (*keys, key))
+        elif keys or not isinstance(key, str):
+            yield show_path((*keys, key)), value
+        else:
+            yield key, value  # a path already
+
+
+def begin(blueprint: Blueprint, given: Mapping[str, Any] | None = None) -> TrainState:
+    """Returns the state before the first step, of given arrays or of initialised ones."""
+    with own_mesh(blueprint.layout.mesh):
+        if given is None:
+            _, made = nnx.split(init(blueprint.recipe.model, blueprint.layout))
+            arrays = {show_path(keys): array for keys, array in keyed_leaves(made)}
+        else:
+            places = blueprint.shardings.model
+            arrays = {path: _copied(x, places[path]) for path, x in given.items()}
+        return _begin(blueprint, arrays)
+
+
+def _copied(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns an array in its shards that shares no buffer: the first step gives them away."""
+    placed = put_anywhere(x, sharding)
+    if not isinstance(x, jax.Array):
+        return placed
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.copy(jax.random.key_data(placed))
+        return wrap_keys(data, sharding, str(jax.random.key_impl(placed)))
+    return jnp.copy(placed)
+
+
+def _begin(blueprint: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
+    recipe = blueprint.recipe
+    # Weak types would make the second step another program.
+    model = {
+        path: array.astype(array.dtype) if getattr(array, "weak_type", False) else array
+        for path, array in arrays.items()
+    }
+
+    def begin(trained: dict[str, Any]) -> Any:
+        return (
+            blueprint.flat_optimizer(recipe.optimizer.init(blueprint.as_parameters(trained))),
+            # A copy: the step gives the buffers of both away.
+            {path: jnp.copy(trained[path]) for path in blueprint.shardings.ema},
+            jnp.zeros((), "int32"),
+        )
+
+    places = (blueprint.shardings.optimizer, blueprint.shardings.ema, blueprint.shardings.step)
+    trained = {path: model[path] for path in blueprint.trained}
+    optimizer, ema, step = jax.jit(begin, out_shardings=places)(trained)
+    return TrainState(step, model, optimizer, ema)
+
+
+class Step:
+    """A training step: `step(state, batch) -> (state, metrics)`. Made by `sw.train_step`.
+
+    The state that is given is used up: its buffers are those of the state that comes back.
+
+    Attributes:
+        blueprint: what the step is made of.
+        jitted: the step as `jax.jit` made it, for `lower` and `compile`.
+    """
+
+    def __init__(self, blueprint: Blueprint):
+        """Jits the step; nothing is compiled before the first call."""
+        require_devices(blueprint.layout)
+        self.blueprint = blueprint
+        self._put = Putter(blueprint)
+        self.jitted = blueprint.jitted()
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the state after the step, and the metrics.
+
+        Raises:
+            ValueError: the batch is not the recipe's, or the state not of this recipe; nothing
+                was compiled or changed.
+        """
+        batch = self._put(batch)
+        # JAX 0.10 ends the process on a buffer that was given away.
+        if not isinstance(state, TrainState) or state.step.is_deleted():
+            require_state(state, self.blueprint)
+        try:
+            if jax.sharding.get_abstract_mesh().empty:
+                return self.jitted(state, batch)
+            with own_mesh(self.blueprint.layout.mesh):
+                return self.jitted(state, batch)
+        except (TypeError, ValueError):
+            # JAX's own words for these name no leaf; it checks them anyway, so we look only now.
+            require_state(state, self.blueprint)
+            raise
+
+
+def train_step(recipe: Recipe, layout: Layout) -> Step:
+    """Returns the recipe's training step on this layout: `step(state, batch) -> (state, metrics)`.
+
+    `metrics["loss"]` is the loss before the update. The step is jitted once, with the layout's
+    shardings on both sides and the state's buffers reused. A batch may be host arrays (the whole
+    batch, or on many processes each one's own part), or arrays on devices.
+
+    Raises:
+        LayoutError: the layout has errors, or is not of this model.
+
+    Example:
+        >>> import jax, numpy as np, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(16, 1, rngs=nnx.Rngs(0))
+        >>> loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()
+        >>> batch = {"x": np.ones((64, 16), "float32"), "y": np.ones((64, 1), "float32")}
+        >>> recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(0.01), batch=batch)
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+        >>> state, first = step(state, batch)
+        >>> state, second = step(state, batch)
+        >>> bool(second["loss"] < first["loss"]), int(state.step)
+        (True, 2)
+    """
+    return Step(make_blueprint(recipe, layout))
+
+
+class Putter:
+    """Places batches as the blueprint says: `put(batch)`."""
+
+    def __init__(self, blueprint: Blueprint, bounds: Sequence[Bound] = ()):
+        """Works out what one process holds of a batch."""
+        self.bounds = whole_rows(bounds, blueprint.batch)
+        self.planned = blueprint.batch
+        self.given = blueprint.recipe.batch
+        flat, self.treedef = jax.tree.flatten(self.planned)
+        self.shardings = jax.tree.map(lambda leaf: leaf.sharding, self.planned)
+        self.many = jax.process_count() > 1
+        self.local = None
+        if self.many:
+            self.local = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(_local_shape(leaf), leaf.dtype), self.planned
+            )
+        self.expected = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in flat]
+
+    def __call__(self, batch: Any) -> Any:
+        """Returns the batch on its devices; host arrays are checked against the recipe first."""
+        flat, treedef = jax.tree.flatten(batch)
+        if treedef == self.treedef:
+            for x, (shape, dtype, sharding) in zip(flat, self.expected, strict=True):
+                if not isinstance(x, jax.Array) or x.sharding != sharding:
+                    break
+                if x.shape != shape or x.dtype != dtype:
+                    break
+            else:
+                return batch
+        require_batch(batch, self.planned, self.local, self.given)
+        self._require_integers(flat)
+        placed = [
+            self._place(x, shape, sharding)
+            for x, (shape, _, sharding) in zip(flat, self.expected, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, placed)
+
+    def _require_integers(self, flat: list[Any]) -> None:
+        """Refuses integers that would change; what is on devices already, or a part, is as it is."""
+        whole = all(
+            isinstance(x, np.ndarray) and x.shape == shape
+            for x, (shape, _, _) in zip(flat, self.expected, strict=True)
+        )
+        if whole:
+            batch = jax.tree.unflatten(self.treedef, flat)
+            require_integers(batch, self.planned, self.bounds, lambda row: row)
+
+    def _place(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+        if not self.many or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+            return jax.device_put(x, sharding)
+        x = np.asarray(x)
+        if x.shape == shape:
+            return jax.make_array_from_callback(shape, sharding, lambda index: x[index])
+        return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
+def require_state(state: Any, blueprint: Blueprint) -> None:
+    """Refuses what is no state of this blueprint; the first differences are named."""
+    if not isinstance(state, TrainState):
+        raise ValueError(f"the state is a {type(state).__name__}: sw.train_state makes one")
+    wanted = dict(_named(blueprint.abstract))
+    got = dict(_named(state))
+    wrong = [f"{name} is missing" for name in wanted if name not in got]
+    wrong += [f"{name} is not the recipe's" for name in got if name not in wanted]
+    for name in (name for name in wanted if name in got):
+        want, have = wanted[name], got[name]
+        if tuple(have.shape) != want.shape or have.dtype != want.dtype:
+            wrong.append(
+                f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}"
+            )
+        elif getattr(have, "is_deleted", bool)():
+            wrong.append(f"{name} was used up by an earlier step")
+        elif not have.sharding.is_equivalent_to(want.sharding, len(want.shape)):
+            wrong.append(
+                f"{name} lies as {have.sharding.spec} on {show_mesh(have.sharding.mesh)}, wanted "
+                f"{want.sharding.spec} on {show_mesh(want.sharding.mesh)}"
+            )
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}{more}")
+
+
+def _named(state: TrainState) -> list[tuple[str, Any]]:
+    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+    rows = [(f"{part}:{path}", x) for part, tree in parts.items() for path, x in tree.items()]
+    return [("step", state.step), *rows]
+
+
+def _local_shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(sum(stop - start for start, stop in spans) for spans in local_spans(leaf))
