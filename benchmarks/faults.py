@@ -7,7 +7,7 @@ step or the directory: a restore that returns anything else is counted as wrong,
 exception as raw. After each fault the step before it is restored too, and every restore is onto a
 mesh of its own. Kills happen in processes of their own, at random moments of a save; the full disk
 is a small tmpfs in a mount namespace (`unshare --map-root-user --mount`). Not part of the tests,
-which have a short version of it (`tests/test_faults.py`).
+which have a short version of it (`tests/checkpoint/test_faults.py`).
 """
 
 import argparse
@@ -31,7 +31,7 @@ import shardwise as sw
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-PROCESSES = Path(__file__).parent.parent / "tests" / "processes"
+PROCESSES = Path(__file__).parent.parent / "tests" / "scripts"
 MESHES = ("data=1", "data=2", "data=4", "data=8", "data=2,model=2", "data=2,model=4")
 WIDTH, DEPTH = 128, 96
 

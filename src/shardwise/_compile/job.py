@@ -22,6 +22,7 @@ from .._step import (
     Blueprint,
     data_axes,
     gathered,
+    make_blueprint,
     module_paths,
     named_activations,
     on_mesh,

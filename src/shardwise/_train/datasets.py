@@ -19,6 +19,7 @@ from .._step import (
     Blueprint,
     Bound,
     local_spans,
+    make_blueprint,
     named_batch,
     require_integers,
     whole_rows,

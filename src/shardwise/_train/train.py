@@ -21,6 +21,7 @@ from .._step import (
     Bound,
     TrainState,
     local_spans,
+    make_blueprint,
     require_batch,
     require_integers,
     whole_rows,

@@ -24,7 +24,7 @@ from shardwise import learn
 from shardwise.learn import _check, _judge, _worker
 from shardwise.learn._compare import difference, show
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EXERCISES = {
     exercise.name: (lesson, exercise) for lesson in learn.LESSONS for exercise in lesson.exercises
 }

@@ -23,7 +23,7 @@ import yaml
 import shardwise
 from shardwise import _cli, models, problems
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 ENVIRONMENT = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
 

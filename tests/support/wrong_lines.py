@@ -1,6 +1,6 @@
 """Wrong command lines, over every command: each must end in one clear sentence.
 
-`python tests/wrong_lines.py` runs them all and prints what is amiss; tests/test_wrong_lines.py runs
+`python tests/support/wrong_lines.py` runs them all and prints what is amiss; tests/cli/test_wrong_lines.py runs
 a part. All run in one process: JAX is imported once.
 """
 

@@ -1,4 +1,4 @@
-"""A part of the wrong command lines; `python tests/wrong_lines.py` runs them all."""
+"""A part of the wrong command lines; `python tests/support/wrong_lines.py` runs them all."""
 
 import pytest
 import wrong_lines

@@ -5,7 +5,7 @@ from pathlib import Path
 import pages
 import pytest
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted([*(DOCS / "learn").glob("*.md"), *(DOCS / "guides").glob("*.md")])
 
 

@@ -25,11 +25,11 @@ from shardwise._processes.peers import (
     naming_lost_process,
 )
 
-HERE = Path(__file__).parent / "processes"
+HERE = Path(__file__).parents[1] / "scripts"
 TALK = [sys.executable, str(HERE / "talk.py")]
 TRAIN = [sys.executable, str(HERE / "train.py")]
 LAUNCH = [sys.executable, str(HERE / "launch.py")]
-CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
+CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 HOST = socket.gethostname()
 TIMEOUT = 6  # half of it goes by until silence is told to all: on a busy machine, 2 s are few
 

@@ -22,7 +22,7 @@ from flax import nnx
 
 import shardwise as sw
 
-SCRIPT = Path(__file__).parent / "processes" / "kill_fit.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "kill_fit.py"
 spec = importlib.util.spec_from_file_location("kill_fit", SCRIPT)
 run = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(run)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pages
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 
 
 def test_readme_blocks_print_what_they_show(tmp_path, monkeypatch):

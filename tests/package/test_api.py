@@ -1,6 +1,6 @@
 """The public API, frozen: names, signatures and fields as they stand in api.txt.
 
-What is meant to change is changed there too, by `python tests/test_api.py`, and so is seen in a review.
+What is meant to change is changed there too, by `python tests/package/test_api.py`, and so is seen in a review.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import pytest
 import shardwise
 from shardwise import learn, models, problems
 
-FROZEN = Path(__file__).parent / "api.txt"
+FROZEN = Path(__file__).with_name("api.txt")
 MODULES = (shardwise, models, problems)
 
 
@@ -55,7 +55,7 @@ def described(name, value):
 
 def test_it_is_as_it_was():
     assert api() == FROZEN.read_text(encoding="utf-8"), (
-        "the public API changed: if it is meant, run python tests/test_api.py and say so in the commit"
+        "the public API changed: if it is meant, run python tests/package/test_api.py and say so in the commit"
     )
 
 

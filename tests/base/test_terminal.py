@@ -30,7 +30,7 @@ from shardwise._nnx.recipe import remat_policy
 from shardwise.examples import decoder
 from shardwise.models import CONFIGS
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 SHARDWISE = shutil.which("shardwise", path=os.path.dirname(sys.executable))
 FILES = {
     "model.py": """
@@ -421,7 +421,7 @@ MINE = (*MINE, "explain")
 
 
 def test_every_example_of_a_help_runs(run):
-    """One after the other, in one folder; tests/test_cli_run.py runs those of demo and launch."""
+    """One after the other, in one folder; tests/cli/test_cli_run.py runs those of demo and launch."""
     shown = [
         line
         for words in ((), *((name,) for name in MINE))

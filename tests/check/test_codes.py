@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise._base import show_line
 from shardwise._check.findings import CODES
 
-PAGES = Path(__file__).parent.parent / "docs" / "codes"
+PAGES = Path(__file__).parents[2] / "docs" / "codes"
 SECTIONS = ["What it finds", "Why it is bad", "Example", "Instead"]
 COLUMN, ROW = P(None, "model"), P("model")
 STACK = {nnx.PARTITION_NAME: None}

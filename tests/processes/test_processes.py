@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from models import ZOO
 
-HERE = Path(__file__).parent / "processes"
+HERE = Path(__file__).parents[1] / "scripts"
 TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
 ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script gives, and 10 more
 # What one run has compiled, the next one reads. None is killed before it has compiled all.

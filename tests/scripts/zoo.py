@@ -15,7 +15,7 @@ here = sw.distributed(timeout_seconds=20)
 import numpy as np
 import optax
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from models import ZOO
 
 

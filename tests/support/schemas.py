@@ -8,7 +8,7 @@ from referencing import Registry, Resource
 
 SCHEMAS = {
     path.name.removesuffix(".json"): json.loads(path.read_text(encoding="utf-8"))
-    for path in files("shardwise").joinpath("schemas").iterdir()
+    for path in files("shardwise").joinpath("_cli", "schemas").iterdir()
 }
 REGISTRY = Registry().with_resources(
     (f"{name}.json", Resource.from_contents(schema)) for name, schema in SCHEMAS.items()

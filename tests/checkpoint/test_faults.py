@@ -21,7 +21,7 @@ from flax import nnx
 import shardwise as sw
 from shardwise._checkpoint.step_files import sealed
 
-HERE = Path(__file__).parent / "processes"
+HERE = Path(__file__).parents[1] / "scripts"
 KILLS = 25  # by each of two
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
 
@@ -345,7 +345,7 @@ def test_an_even_number_of_flipped_signs_is_told(damaged, count):
 
 def test_a_checkpoint_of_format_1(tmp_path):
     """Written by version 0.1: it is restored, onto any mesh, and its damage is told."""
-    shutil.copytree(HERE.parent / "format1", tmp_path / "run")
+    shutil.copytree(Path(__file__).with_name("format1"), tmp_path / "run")
     checkpoints = sw.Checkpoints(tmp_path / "run")
 
     def small():

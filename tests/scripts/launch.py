@@ -1,4 +1,4 @@
-"""Runs _launch.py as `shardwise launch` does: processes, devices (0: as they are), command."""
+"""Runs launcher.py as `shardwise launch` does: processes, devices (0: as they are), command."""
 
 import importlib.util
 import os
@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 # By its path: the launcher itself needs no JAX, whose import would cost two seconds each time.
-path = pathlib.Path(__file__).parents[2] / "src" / "shardwise" / "_launch.py"
+path = pathlib.Path(__file__).parents[2] / "src" / "shardwise" / "_processes" / "launcher.py"
 spec = importlib.util.spec_from_file_location("launcher", path)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)

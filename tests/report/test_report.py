@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise._mesh.spec import show_spec
 
 # Kept after the run, to be looked at.
-PICTURES = Path(__file__).parent.parent / ".screenshots"
+PICTURES = Path(__file__).parents[2] / ".screenshots"
 
 
 class Block(nnx.Module):
