@@ -520,7 +520,7 @@ def test_sw105_leaves_alone_what_was_left_as_small():
 
     mesh = sw.mesh("data=8", on="none")
     layout = sw.layout(make, mesh, sw.fsdp("data", min_bytes=2**22))
-    assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_whole
+    assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_replicated
     assert not sw.check(layout)
     # By itself, fsdp never leaves 1 MiB.
     assert sw.layout(make, mesh, "fsdp")["layers.2.kernel"].copies == 1
