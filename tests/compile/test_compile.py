@@ -305,7 +305,7 @@ def test_saved_and_compared(tmp_path):
         ("{", "it is not JSON, or cut short"),
         ("[]", "it holds a list, and not an object"),
         ("{}", "it has no 'format'"),
-        ('{"format": 99}', "it is of format 99, this version reads 1"),
+        ('{"format": 99}', "it is of format 99, this version reads 2"),
         ('{"format": 1, "target": "cpu"}', "it has no 'memory'"),
         ('{"format": 1, "mesh": {}, "leaves": []}', "it is a layout, which sw.load_layout reads"),
     ],
