@@ -87,6 +87,7 @@ def damaged(pristine, tmp_path):
 # --- killed ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_sigkill_at_random_moments_of_a_save(tmp_path):
     """Two processes side by side: every listed step is whole, bitwise, after every kill."""
     command = [sys.executable, str(HERE / "kill_save.py")]
@@ -129,6 +130,7 @@ def start(script, *arguments):
     )
 
 
+@pytest.mark.once
 def test_two_processes_that_save_to_one_directory(tmp_path):
     """What `wait` calls saved is there, and the others are refused by a sentence that says who."""
     run = tmp_path / "run"
@@ -550,6 +552,7 @@ def run_disk(mode, directory, before=()):
     return told, done.stderr
 
 
+@pytest.mark.once
 def test_a_full_disk(tmp_path):
     told, _ = run_disk("full", tmp_path, OWN_MOUNTS)
     full = "step {} could not be saved to DIR: the disk is full"
@@ -564,6 +567,7 @@ def test_a_full_disk(tmp_path):
     }
 
 
+@pytest.mark.once
 def test_a_read_only_directory(tmp_path):
     told, _ = run_disk("readonly", tmp_path, OWN_MOUNTS)
     refused = "step {} could not be saved to DIR{}: the file system is read-only"

@@ -142,6 +142,7 @@ def test_blocks_print_what_they_show(page, tmp_path, monkeypatch):
     assert pages.run_all(DOCS / f"{page}.md", "body.py")
 
 
+@pytest.mark.bitwise
 def test_the_shell_of_the_start_page_does_what_its_python_does(tmp_path, monkeypatch, run):
     """From the same checkpoint: the same steps, and every array alike to the bit."""
     found = list(pages.blocks(DOCS / "start.md"))
