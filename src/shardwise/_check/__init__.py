@@ -10,4 +10,5 @@ from .findings import alike as alike
 from .findings import make_finding as make_finding
 from .findings import sift as sift
 from .live import audit as audit
-from .live import structure_findings as structure_findings
+from .match import matched as matched
+from .match import require_match as require_match

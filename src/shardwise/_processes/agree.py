@@ -23,6 +23,8 @@ from .peers import WATCHES, LostProcess, naming_lost_process
 _Error = TypeVar("_Error", bound=Exception)
 _ROUNDS = itertools.count()
 _POLL_MILLISECONDS = 500
+# How long a file system may take to show all processes the same directory.
+_STALE_SECONDS = 30.0
 # How long a process that failed waits for the others to hear of it: they may be in a collective.
 _FAILED_SECONDS = 5.0
 
@@ -118,11 +120,22 @@ def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
 def agreed_steps(checkpoints: Any) -> list[int]:
     """Returns the steps of a `Checkpoints`, which all processes see alike.
 
+    A shared file system may show a step to one process before another: they look again for a
+    while, and go on only when all see the same.
+
     Raises:
-        ProcessesDiffer: a process sees other steps.
+        ProcessesDiffer: a process still sees other steps.
     """
-    with together("listing the checkpoints"):
-        steps = checkpoints.steps()
+    until = time.monotonic() + _STALE_SECONDS
+    while True:
+        with together("listing the checkpoints"):
+            steps = checkpoints.steps()
+        # All leave the loop in the same round: they decide by what all of them read.
+        rows = exchange("comparing the lists of checkpoints", json.dumps(steps))
+        late = exchange("waiting for the checkpoints", "late" if time.monotonic() > until else "")
+        if len(set(rows)) == 1 or any(late):
+            break
+        time.sleep(_STALE_SECONDS / 20)
     numbers = ", ".join(map(str, steps))
     seen = f"{'step' if len(steps) == 1 else 'steps'} {numbers}" if steps else "no checkpoints"
     require_same(
