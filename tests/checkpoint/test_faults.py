@@ -224,11 +224,11 @@ def test_a_lock_is_not_kept_by_a_forked_child(tmp_path):
 
 def test_a_step_that_is_gone_when_its_save_is_done(tmp_path, monkeypatch):
     """As another program that cleans up may do it: no save is called done that is not there."""
-    from shardwise import _orbax
+    from shardwise._checkpoint import orbax
 
-    wait = _orbax.Writer.wait
+    wait = orbax.Writer.wait
     monkeypatch.setattr(
-        _orbax.Writer, "wait", lambda writer: (wait(writer), shutil.rmtree(tmp_path / "1"))
+        orbax.Writer, "wait", lambda writer: (wait(writer), shutil.rmtree(tmp_path / "1"))
     )
     checkpoints = sw.Checkpoints(tmp_path)
     checkpoints.save(1, state())
