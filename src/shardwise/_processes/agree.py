@@ -52,7 +52,7 @@ def exchange(topic: str, value: str) -> list[str]:
         LostProcess: a process is lost, failed, or gave something under another topic.
 
     Example:
-        >>> from shardwise._agree import exchange
+        >>> from shardwise._processes import exchange
         >>> exchange("steps", "2, 4")
         ['2, 4']
     """

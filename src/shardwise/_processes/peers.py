@@ -84,7 +84,7 @@ def lost_processes(wait_seconds: float = 0) -> list[int]:
     """Returns the indices of the processes that are lost; waits so long for the first of them.
 
     Example:
-        >>> from shardwise._peers import lost_processes
+        >>> from shardwise._processes.peers import lost_processes
         >>> lost_processes()
         []
     """
@@ -103,7 +103,7 @@ def naming_lost_process(during: str = "") -> Iterator[None]:
         LostProcess: a collective failed because another process is lost.
 
     Example:
-        >>> from shardwise._peers import naming_lost_process
+        >>> from shardwise._processes import naming_lost_process
         >>> with naming_lost_process("step 12"):
         ...     pass
     """

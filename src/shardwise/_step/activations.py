@@ -35,7 +35,7 @@ def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
         >>> import shardwise as sw
         >>> from flax import nnx
         >>> from shardwise import models
-        >>> from shardwise._activations import activation_rules
+        >>> from shardwise._step.activations import activation_rules
         >>> config = models.Config(layers=1, width=64, hidden=128, heads=4, vocab=256)
         >>> make = lambda: models.Decoder(config, rngs=nnx.Rngs(0))
         >>> mesh = sw.mesh("data=2,model=4", on="none")
