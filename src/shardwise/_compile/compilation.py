@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
-from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from .._check import Findings
 from .._chips import Target
+from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, show_mesh, target_of
 from .._nnx import Recipe
@@ -114,7 +114,7 @@ def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
 
 def _handed_over(job: Job, target: Target | None, mesh: AnyMesh, show: bool) -> Program:
     lowered = _lowered(job, target)
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    module = module_bytes(lowered.compiler_ir("stablehlo"))
     same = _without_callers(lowered.as_text(debug_info=True))
     options = job.options if target is not None else {}
     return compile_absent(module, target, mesh.shape, options, same, show=show)
@@ -130,7 +130,7 @@ def _lowered(job: Job, target: Target | None) -> Any:
         try:
             return stepped.lower(lowering_platforms=(platform,))
         except ValueError as error:
-            if "require devices to be present" in str(error):
+            if needs_devices(opened(stepped.jaxpr)[0]):
                 raise _NeedsDevices from error
             raise
 
