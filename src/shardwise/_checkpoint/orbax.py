@@ -114,6 +114,7 @@ class Writer:
 
     def __init__(self) -> None:
         """Starts no thread before the first save."""
+        commit_future()  # were it not there, that is said before anything is written
         handler = StepHandler(
             # Trained weights hardly compress, and compressing them takes most of a save.
             state=ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
