@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._base import either
 from .._check import check, matched
+from .._jax import jaxpr_as_fun
 from .._layout import Layout, require_layout
 from .._mesh import show_mesh
 from .._nnx import AbstractModel, abstract_model, keyed_leaves

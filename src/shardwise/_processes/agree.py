@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed as runtime
 
+from .._jax import distributed_state
 from .peers import WATCHES, LostProcess, naming_lost_process
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -65,7 +65,7 @@ def exchange(topic: str, value: str) -> list[str]:
             theirs, given = _read(place, index, topic)
             if theirs != topic:
                 raise LostProcess(
-                    f"{who(index)} is at {theirs!r} while process {runtime.global_state.process_id} is at "
+                    f"{who(index)} is at {theirs!r} while process {distributed_state().process_id} is at "
                     f"{topic!r}: all processes must run the same program",
                     (index,),
                 )
@@ -195,18 +195,19 @@ def _difference(theirs: str, usual: str) -> str:
 
 def _count() -> int:
     # Not by jax.process_count, which starts the backend: how many devices it has may come later.
-    state = runtime.global_state
-    return 1 if state.client is None else state.num_processes or 1
+    if not jax.distributed.is_initialized():
+        return 1
+    return distributed_state().num_processes or 1
 
 
 def _store() -> Any:
-    return runtime.global_state.client
+    return distributed_state().client
 
 
 def _publish(value: Any, failed: bool = False) -> str:
     place = f"shardwise/agree/{next(_ROUNDS)}"
     text = json.dumps([*value, failed])
-    _store().key_value_set(f"{place}/{runtime.global_state.process_id}", text)
+    _store().key_value_set(f"{place}/{distributed_state().process_id}", text)
     return place
 
 
@@ -216,7 +217,7 @@ def _read(place: str, index: int, topic: str) -> tuple[str, str]:
         try:
             text = _store().blocking_key_value_get(f"{place}/{index}", _POLL_MILLISECONDS)
         except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
+            if error.error_code_string != "DEADLINE_EXCEEDED":
                 raise
             if WATCHES and (loss := WATCHES[0].find(0)):
                 text = WATCHES[0].settle(loss, topic)

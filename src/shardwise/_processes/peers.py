@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed as runtime
+
+from .._jax import distributed_state
 
 LOST_EXIT_CODE = 75
 """The exit code of a process that ended because another one was lost."""
@@ -187,12 +188,13 @@ class PeerWatch:
         atexit.register(self._leave)
         _note_exits(self)
         thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
-        shut_down = runtime.global_state.shutdown
+        state = distributed_state()
+        shut_down = state.shutdown
 
         def shut_down_all() -> None:
             # JAX's runtime first, whose end the watch may have to explain. A thread that still
             # talks to it in C++ when Python ends is ended there, and takes the process with it.
-            runtime.global_state.shutdown = shut_down
+            state.shutdown = shut_down
             try:
                 shut_down()
             finally:
@@ -201,7 +203,7 @@ class PeerWatch:
                 if hasattr(self, "_libc"):
                     self._libc.signal(signal.SIGABRT, self._before)
 
-        runtime.global_state.shutdown = shut_down_all
+        state.shutdown = shut_down_all
         thread.start()
 
     def find_for(self, error: Any) -> _Loss | None:
@@ -453,7 +455,7 @@ WATCHES: list[PeerWatch] = []
 
 
 def _store() -> Any:
-    return runtime.global_state.client
+    return distributed_state().client
 
 
 def _last(key: str) -> int:
