@@ -9,13 +9,14 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from .._base import show_bytes
+from .._base import public, show_bytes
 from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
 from .._nnx import Leaf, array_bytes, keyed_leaves, shape_of, show_path
 from .findings import Allow, Finding, Findings, make_finding, sift
 
 
+@public
 def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
     """Returns where live arrays do not lie as planned, weighed in bytes.
 

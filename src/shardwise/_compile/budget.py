@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._base import show_bytes, show_flops
+from .._base import public, show_bytes, show_flops
 from .compiled import Compiled, show_not_counted
 from .hlo import OTHER, Collective
 
 
+@public
 class BudgetExceeded(AssertionError):
     """A compiled step costs more than its budget."""
 
 
+@public
 def assert_budget(
     compiled: Compiled,
     *,
@@ -49,7 +51,7 @@ def assert_budget(
         >>> sw.assert_budget(compiled, peak_bytes=100_000, collectives={"data": {"all-reduce": 1}})
         >>> sw.assert_budget(compiled, flops=1000)
         Traceback (most recent call last):
-        shardwise._budget.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), its budget is 1 kFLOP: 64,536 too many
+        shardwise.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), its budget is 1 kFLOP: 64,536 too many
     """
     wrong = [*_memory(compiled, peak_bytes, temporaries_bytes)]
     found = compiled.by_axis

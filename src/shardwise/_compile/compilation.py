@@ -11,6 +11,7 @@ from flax import nnx
 from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
+from .._base import public
 from .._check import Findings
 from .._chips import Target
 from .._layout import Layout, Method, require_layout
@@ -32,6 +33,7 @@ from .job import Job, job_of, traced
 from .toolchain import Program, absent_mesh, captured_stderr, compile_absent, compile_here
 
 
+@public
 def compile(
     recipe: Recipe | Callable[[], nnx.Module] | nnx.Module,
     layout: Layout,

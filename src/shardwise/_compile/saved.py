@@ -9,6 +9,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from .._base import public
 from .._check import Finding, Findings
 from .compiled import FORMAT, Compiled, Memory
 from .hlo import Buffer, Collective, Source
@@ -16,6 +17,7 @@ from .hlo import Buffer, Collective, Source
 T = TypeVar("T")
 
 
+@public
 def load_compiled(path: str | os.PathLike[str]) -> Compiled:
     """Returns what `Compiled.save` wrote, without the program itself.
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .._base import either
+from .._base import either, public
 from .._check import Findings, check, structure_findings
 from .._layout import Layout, require_layout
 from .._mesh import show_mesh
@@ -21,6 +21,7 @@ from .parts import put_anywhere, run_in_parts
 T = TypeVar("T")
 
 
+@public
 def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     """Returns the model that `make` builds, initialised straight into its shards.
 
@@ -69,6 +70,7 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     return nnx.merge(graphdef, state)
 
 
+@public
 def shard(model: T, layout: Layout) -> T:
     """Returns the model, or the state, with every array placed as the layout says.
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 from jax._src import distributed as runtime
 
+from .._base import public
 from .peers import WATCHES, LostProcess, naming_lost_process
 
 _Error = TypeVar("_Error", bound=Exception)
@@ -27,6 +28,7 @@ _POLL_MILLISECONDS = 500
 _FAILED_SECONDS = 5.0
 
 
+@public
 class ProcessesDiffer(ValueError):
     """The processes of a run disagree on something that must be the same on all of them.
 

@@ -15,6 +15,7 @@ import jax
 from jax._src import clusters, xla_bridge
 from jax._src import distributed as runtime
 
+from .._base import public
 from .peers import WATCHES, Processes, Watch
 
 _REQUIRED = ("SHARDWISE_COORDINATOR", "SHARDWISE_PROCESSES", "SHARDWISE_PROCESS")
@@ -27,6 +28,7 @@ _CLUSTERS = {
 }
 
 
+@public
 def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> Processes:
     """Returns this process's place among all of them, having started JAX's runtime if need be.
 

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 import jax
 from jax._src import distributed as runtime
 
+from .._base import public
+
 LOST_EXIT_CODE = 75
 """The exit code of a process that ended because another one was lost."""
 
@@ -36,6 +38,7 @@ _AWAY = re.compile(
 )
 
 
+@public
 class LostProcess(RuntimeError):
     """Another process was lost or failed, so that this one cannot go on.
 
@@ -48,6 +51,7 @@ class LostProcess(RuntimeError):
         self.processes = processes
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Processes:
     """This process among the processes of the run, and what said so.

@@ -22,7 +22,7 @@ import numpy as np
 from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._base import option, undone, working
+from ..._base import option, public, undone, working
 from ..._chips import Target
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
@@ -32,6 +32,7 @@ from .worker import alive_at_peak, arranged, compiled, memory_stats, topology_de
 _WORKER = Path(__file__).with_name("worker.py")
 
 
+@public
 class CompileError(ValueError):
     """The compiler refused the program, or the chips."""
 

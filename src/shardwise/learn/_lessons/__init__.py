@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..._base import public
 from .._exercise import Lesson
 from . import into_a_mesh, parallelism, shard_map, specs, state_and_layout
 
@@ -14,6 +15,7 @@ LESSONS: tuple[Lesson, ...] = (
 )
 
 
+@public
 def find_lesson(number: int) -> Lesson:
     """Returns the lesson of that number.
 
