@@ -1,6 +1,5 @@
 """Findings: what is wrong with a layout, or with arrays that should follow it."""
 
-from .checks import check as check
 from .findings import CODES as CODES
 from .findings import Allow as Allow
 from .findings import Finding as Finding
@@ -11,3 +10,4 @@ from .findings import make_finding as make_finding
 from .findings import sift as sift
 from .live import audit as audit
 from .live import structure_findings as structure_findings
+from .planned import check as check

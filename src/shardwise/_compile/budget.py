@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._base import public, show_bytes, show_flops
-from .compiled import Compiled, show_not_counted
 from .hlo import OTHER, Collective
+from .result import Compiled, show_not_counted
 
 
 @public

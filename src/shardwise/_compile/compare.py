@@ -8,8 +8,8 @@ from typing import Any, overload
 
 from .._base import public, show_bytes, show_flops
 from .._layout import Layout, LayoutDiff, diff_layouts
-from .compiled import Compiled
 from .hlo import Collective
+from .result import Compiled
 
 
 @public

@@ -17,7 +17,6 @@ from .._chips import Target
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, show_mesh, target_of
 from .._nnx import Recipe
-from .compiled import Compiled, Memory
 from .findings import Facts, compile_findings
 from .hlo import (
     EDGES,
@@ -30,6 +29,7 @@ from .hlo import (
     work_of,
 )
 from .job import Job, job_of, traced
+from .result import Compiled, Memory
 from .toolchain import Program, absent_mesh, captured_stderr, compile_absent, compile_here
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from .._base import public
 from .._check import Finding, Findings
-from .compiled import FORMAT, Compiled, Memory
 from .hlo import Buffer, Collective, Source
+from .result import FORMAT, Compiled, Memory
 
 T = TypeVar("T")
 
