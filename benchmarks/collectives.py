@@ -45,7 +45,7 @@ def found(compiled):
     for row in compiled.collectives:
         key = f"{row.kind} over {','.join(row.axes)}"
         count, sent = table.get(key, (0, 0))
-        table[key] = (count + row.arrays * row.times, sent + row.step_bytes)
+        table[key] = (count + row.arrays * row.times, sent + row.total_bytes)
     return table
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise._base.files import write_whole
+from shardwise._base.files import write_atomically
 
 FILES = {
     "model.py": "from shardwise.examples.decoder import make\n",
@@ -24,7 +24,7 @@ def test_a_link_is_followed_and_permissions_stay(tmp_path):
     real.write_text("old")
     real.chmod(0o640)
     link.symlink_to("there/real.json")
-    write_whole(link, "new")
+    write_atomically(link, "new")
     assert link.is_symlink() and real.read_text() == "new"
     assert stat.S_IMODE(real.stat().st_mode) == 0o640
     assert os.listdir(tmp_path / "there") == ["real.json"]
@@ -32,7 +32,7 @@ def test_a_link_is_followed_and_permissions_stay(tmp_path):
 
 def test_a_link_to_nothing_makes_its_target(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "made")
-    write_whole(tmp_path / "link", "new")
+    write_atomically(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "made").read_text() == "new"
 
 

@@ -352,19 +352,19 @@ POSITIVE = {
     ),
     "SW403": (
         lambda: preflight(linear(), linear(8, 32)),
-        "model.kernel",
+        "kernel",
         "the checkpoint has shape (8, 16), the recipe (8, 32)",
         "restore with the recipe that it was saved by, or another step",
     ),
     "SW404": (
         lambda: preflight(linear(), linear(param_dtype="bfloat16")),
-        "model.kernel",
+        "kernel",
         "the checkpoint has float32, the recipe bfloat16",
         "restore with the saved dtype, then cast",
     ),
     "SW405": (
         lambda: preflight(linear(), linear(), rules={"kernel": P("data")}),
-        "model.kernel",
+        "kernel",
         "saved as P() on data=8, restored as P('data') on data=8",
         "nothing, if this is meant: each process reads the parts that it needs",
     ),
@@ -384,7 +384,7 @@ POSITIVE = {
     ),
     "SW503": (
         lambda: simulated(lonely, "data"),
-        f"test_codes.py:{lonely.__code__.co_firstlineno + 3}",
+        show_line(lonely.__code__.co_filename, lonely.__code__.co_firstlineno + 3),
         "devices along axis 'data' go different ways at a cond or while_loop with a collective "
         "inside that they must all reach: device (data=0) has 0 and device (data=2) has 1, a "
         "difference of 1",
@@ -520,7 +520,7 @@ def test_sw105_leaves_alone_what_was_left_as_small():
 
     mesh = sw.mesh("data=8", on="none")
     layout = sw.layout(make, mesh, sw.fsdp("data", min_bytes=2**22))
-    assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_whole
+    assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_replicated
     assert not sw.check(layout)
     # By itself, fsdp never leaves 1 MiB.
     assert sw.layout(make, mesh, "fsdp")["layers.2.kernel"].copies == 1

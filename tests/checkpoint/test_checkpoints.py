@@ -305,7 +305,7 @@ HELP = "restore with the recipe that it was saved by, or another step"
 OTHER = {
     "SW401": (
         recipe_of(lambda: Net(extra=True), optax.adamw(1e-2), ema=0.9),
-        ["model.extra.kernel", "optimizer.0.mu.extra.kernel", "optimizer.0.nu.extra.kernel"]
+        ["extra.kernel", "optimizer.0.mu.extra.kernel", "optimizer.0.nu.extra.kernel"]
         + ["ema.extra.kernel"],
         "the recipe has float32[8, 8], the checkpoint of step 3 has no such array",
         HELP,
@@ -438,8 +438,8 @@ def test_a_save_that_is_refused_leaves_no_thread_writing(tmp_path):
     state = sw.train_state(recipe, sw.layout(make, sw.mesh("data=8"), "dp"))
     state.model["kernel"] = state.model["kernel"].at[0, 0].set(jnp.nan)
     checkpoints = sw.Checkpoints(tmp_path)
-    checkpoints.save(1, state, finite=["model.kernel"])
-    with pytest.raises(sw.NotFinite, match="model.kernel is not finite after step 1"):
+    checkpoints.save(1, state, finite=["kernel"])
+    with pytest.raises(sw.NotFinite, match="kernel is not finite after step 1"):
         checkpoints.wait()
     left = [thread for thread in threading.enumerate() if "Signaling" in type(thread).__name__]
     assert not left

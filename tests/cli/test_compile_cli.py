@@ -118,8 +118,8 @@ def test_what_fits_has_status_0_as_text_as_json_and_saved(run, folder, on, chip)
     assert memory["optimizer"] == 2 * memory["parameters"] + 4
     assert memory["batch"] == 32 // 4 * 256 * 4
     for row in shown["collectives"]:
-        assert row["axes"] == ["data"] and row["times"] >= 1 and row["bytes"] > 0
-        assert row["step_bytes"] == row["times"] * row["bytes"]
+        assert row["axes"] == ["data"] and row["times"] >= 1 and row["sent_bytes"] > 0
+        assert row["total_bytes"] == row["times"] * row["sent_bytes"]
     gathers = [row for row in shown["collectives"] if row["kind"] == "all-gather"]
     assert gathers and any(row["source"]["place"].startswith("small.py:") for row in gathers)
     assert shown["by_axis"]["data"]["all-gather"]["count"] == sum(r["times"] for r in gathers)

@@ -26,7 +26,7 @@ from test_compile import (
 
 import shardwise as sw
 from shardwise import _chips, _compilers
-from shardwise._chips.chips import CHIPS, parse_target
+from shardwise._chips.chips import CHIPS, parse_chips
 from shardwise._compile.hlo.buffers import largest_buffers
 from shardwise._compile.hlo.flops import work_of
 from shardwise._compile.hlo.program import parse_hlo
@@ -188,7 +188,7 @@ ROWS, WIDE, LAYERS = 65536, 1024, 6  # far more than fits on a TPU's chip
 @pytest.mark.parametrize("on", [None, "h100:1x1", "v5e:1x1"])
 @pytest.mark.parametrize("loss", [_chain, _scanned])
 def test_what_is_alive_at_the_peak_is_what_the_compiler_assigned(on, loss):
-    target = parse_target(on) if on else None
+    target = parse_chips(on) if on else None
     platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform] if target else "cpu"
     arrays = [jax.ShapeDtypeStruct((ROWS, WIDE), "float32")]
     arrays.append([jax.ShapeDtypeStruct((WIDE, WIDE), "float32")] * LAYERS)
@@ -256,7 +256,7 @@ ZOO = tuple(
 def test_convolutions_are_counted_forward_and_backward(on):
     """As XLA counts the program before it is compiled, but for its additions and the like."""
     step = jax.jit(jax.value_and_grad(_zoo, argnums=tuple(range(len(ZOO)))))
-    target = parse_target(on) if on else None
+    target = parse_chips(on) if on else None
     platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform] if target else "cpu"
     lowered = step.trace(*ZOO).lower(lowering_platforms=(platform,))
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
@@ -271,7 +271,7 @@ def test_convolutions_are_counted_forward_and_backward(on):
     ("on", "name"), [(None, "lapack_spotrf_ffi"), ("h100:1x1", "cusolver_potrf_ffi")]
 )
 def test_kernels_that_cannot_be_counted_are_named(on, name):
-    target = parse_target(on) if on else None
+    target = parse_chips(on) if on else None
 
     def solve(a):
         found = jax.lax.fori_loop(0, 3, lambda _, x: jnp.linalg.cholesky(x), a)
@@ -326,8 +326,8 @@ def test_a_compiler_that_is_not_installed(monkeypatch):
 
 
 def test_fields_that_a_version_does_not_know_are_left_out():
-    absent_mesh(parse_target("h100:1x1"), sw.mesh("data=1", on="h100:1x1"))  # finds the plugin
-    config = target_config(parse_target("h100:1x1"))
+    absent_mesh(parse_chips("h100:1x1"), sw.mesh("data=1", on="h100:1x1"))  # finds the plugin
+    config = target_config(parse_chips("h100:1x1"))
     odd = config.replace("  core_count:", "  no_such_field: 7\n  core_count:")
     kept = known_fields(odd, "1x1x1")
     assert "no_such_field" not in kept and "core_count: 132" in kept
@@ -354,7 +354,7 @@ def test_programs_partitioned_by_python_functions():
     planned = layout_of("data=4", "dp", on="h100:1x4")
     compiled = sw.compile(recipe(batch=512, loss=lambda m, x: jnp.mean(
         jax.lax.stop_gradient(double(x)) * m(x))), planned)  # fmt: skip
-    assert compiled.fits and compiled.target == "h100:1x4"
+    assert compiled.fits and compiled.chips == "h100:1x4"
     assert {row.axes for row in compiled.collectives} == {("data",)}
 
 

@@ -64,7 +64,7 @@ def counted(compiled):
     for row in compiled.collectives:
         key = (",".join(row.axes), row.kind)
         arrays, sent = found.get(key, (0, 0))
-        found[key] = (arrays + row.arrays * row.times, sent + row.step_bytes)
+        found[key] = (arrays + row.arrays * row.times, sent + row.total_bytes)
     return found
 
 
@@ -123,7 +123,7 @@ def test_pipeline():
     compiled = sw.compile(recipe(micro * rows, model=staged), planned)
     sent = [r for r in compiled.collectives if r.source.op == "ppermute"]
     assert {(row.kind, row.axes) for row in sent} == {("collective-permute", ("stage",))}
-    moved = {row.bytes for row in sent}
+    moved = {row.sent_bytes for row in sent}
     ticks = micro + stages - 1
     assert moved == {rows * WIDTH * 4}
     assert [row.times for row in sent] == [ticks, ticks]
@@ -135,8 +135,8 @@ def test_times_are_multiplied_by_loops():
     parts = sw.compile(recipe(accumulate=4), layout_of("data=1,model=8", sw.tensor("model")))
     assert sum(row.times for row in parts.collectives) == 4
     assert parts.flops == once.flops
-    assert sum(r.step_bytes for r in parts.collectives) == sum(
-        r.step_bytes for r in once.collectives
+    assert sum(r.total_bytes for r in parts.collectives) == sum(
+        r.total_bytes for r in once.collectives
     )
 
 
@@ -305,7 +305,7 @@ def test_saved_and_compared(tmp_path):
         ("{", "it is not JSON, or cut short"),
         ("[]", "it holds a list, and not an object"),
         ("{}", "it has no 'format'"),
-        ('{"format": 99}', "it is of format 99, this version reads 1"),
+        ('{"format": 99}', "it is of format 99, this version reads 2"),
         ('{"format": 1, "target": "cpu"}', "it has no 'memory'"),
         ('{"format": 1, "mesh": {}, "leaves": []}', "it is a layout, which sw.load_layout reads"),
     ],

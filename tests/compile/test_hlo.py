@@ -104,7 +104,7 @@ def test_lines_frames_and_loops():
     ]
     (row,) = collectives(module, {"data": 4, "model": 2}, ["blocks"])
     assert (row.kind, row.axes, row.devices, row.times) == ("all-reduce", ("data",), 4, 5)
-    assert row.bytes == 2 * 3 * 16 // 4 and row.step_bytes == 5 * row.bytes
+    assert row.sent_bytes == 2 * 3 * 16 // 4 and row.total_bytes == 5 * row.sent_bytes
     assert row.source.module == "blocks" and row.source.op == "psum"
     assert row.source.place.endswith("model.py:42")
 
@@ -161,7 +161,7 @@ def test_axes_are_those_that_were_asked_for(axes):
         assert {row.axes for row in rows} == {by_mesh_order}
         local = count * 4 * 4
         ring = (count - 1) * local
-        assert {row.kind: row.bytes for row in rows} == {
+        assert {row.kind: row.sent_bytes for row in rows} == {
             "all-gather": ring,
             "reduce-scatter": ring,
             "all-to-all": ring // count,

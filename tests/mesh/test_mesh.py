@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import shardwise as sw
-from shardwise._chips.chips import parse_target, tpu_slices
+from shardwise._chips.chips import parse_chips, tpu_slices
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,6 @@ def test_every_slice_is_in_order_and_within_a_pod(name):
     slices = tpu_slices(name)
     assert len(set(slices)) == len(slices)
     for sizes in slices:
-        target = parse_target(f"{name}:{'x'.join(map(str, sizes))}")
+        target = parse_chips(f"{name}:{'x'.join(map(str, sizes))}")
         assert target.topology == sizes and math.prod(sizes) <= 9216
         assert list(sizes) == sorted(sizes) or sizes == (2, 2, 1)

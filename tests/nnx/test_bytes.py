@@ -8,7 +8,7 @@ from jax._src.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._chips.chips import parse_target
+from shardwise._chips.chips import parse_chips
 from shardwise._compile.toolchain.run import compile_absent
 from shardwise._nnx.leaf import array_bytes
 
@@ -30,7 +30,7 @@ def test_as_the_compilers_for_absent_chips_have_it(on):
     dtypes = ["int4", "uint4", "int2", "int8"]
     # Multiples of a TPU's tiles, which are padded otherwise.
     arrays = [jax.ShapeDtypeStruct((256, 256), dtype) for dtype in dtypes]
-    target = parse_target(on)
+    target = parse_chips(on)
     platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform]
     lowered = jax.jit(lambda xs: [x.astype("float32").sum() for x in xs]).trace(arrays)
     lowered = lowered.lower(lowering_platforms=(platform,))

@@ -260,7 +260,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
     with pytest.raises(sw.NotFinite) as caught:
         fit_small(recipe=recipe, steps=8, checkpoints=checkpoints)
     assert str(caught.value) == (
-        "model.bias and 1 more is not finite after step 5; "
+        "bias and 1 more is not finite after step 5; "
         f"the last good checkpoint is step 4 in {tmp_path}"
     )
     assert checkpoints.steps()[-1] == 4

@@ -331,7 +331,7 @@ def test_the_state_that_is_given_is_used_up():
     after, _ = step(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
-    words = "step was used up by an earlier step; model:down.bias was used up by an earlier step"
+    words = "step was used up by an earlier step; down.bias was used up by an earlier step"
     for _ in range(2):  # before and after JAX's own fast path
         with pytest.raises(ValueError, match=words):
             step(state, batch)
@@ -413,14 +413,14 @@ def state_of(make=None, tx=None, rules="fsdp+tensor", axes="data=2,model=4", **m
 STATES = {
     "optimizer": (
         lambda: state_of(tx=optax.sgd(0.1)),
-        "optimizer:0.count is missing; optimizer:0.mu.down.bias is missing; "
-        "optimizer:0.mu.down.kernel is missing; and 6 more",
+        "optimizer.0.count is missing; optimizer.0.mu.down.bias is missing; "
+        "optimizer.0.mu.down.kernel is missing; and 6 more",
     ),
-    "ema": (lambda: state_of(ema=0.9), "ema:down.bias is not the recipe's"),
-    "model": (lambda: state_of(lambda: ConvNet(nnx.Rngs(0))), "model:down.bias is missing"),
+    "ema": (lambda: state_of(ema=0.9), "ema.down.bias is not the recipe's"),
+    "model": (lambda: state_of(lambda: ConvNet(nnx.Rngs(0))), "down.bias is missing"),
     "width": (
         lambda: state_of(lambda: models.Mlp(WIDTH, 64, nnx.Rngs(0))),
-        "model:down.kernel is float32[64, 16], wanted float32[32, 16]",
+        "down.kernel is float32[64, 16], wanted float32[32, 16]",
     ),
     "layout": (lambda: state_of(rules={"**.kernel": P("data")}), "down.kernel"),
     "mesh": (lambda: state_of(axes="data=8", rules="dp"), "down.kernel"),

@@ -15,7 +15,7 @@ from .terminal import tell
 _STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text file; one that was there stays as it is until all of the new one is written.
 
     A link is followed, the permissions of what was there stay, and a device or a pipe is written

@@ -35,12 +35,12 @@ class Replication:
 
     def of_leaf(self, leaf: Leaf, context: str) -> Iterator[Finding]:
         """Yields the finding of one leaf whose spec has no faults, or keeps it for the rest."""
-        if leaf.meant or self.devices == 1 or not (leaf.is_whole or leaf.left):
+        if leaf.intentional or self.devices == 1 or not (leaf.is_replicated or leaf.left):
             return
         if leaf.left == "small" or leaf.shard_bytes < self.threshold:
             self.rest.append(leaf)
             return
-        spec = _better(leaf) if leaf.is_whole else None
+        spec = _better(leaf) if leaf.is_replicated else None
         if spec is not None:
             left = array_bytes(shard_shape(leaf.shape, spec, leaf.sizes), leaf.dtype)
             help_text = f"{show_spec(spec)} would leave {show_bytes(left)} on each"
@@ -111,7 +111,7 @@ class Replication:
         return max(sizes.items(), key=lambda item: item[1])
 
     def _where(self, leaf: Leaf) -> str:
-        if leaf.is_whole:
+        if leaf.is_replicated:
             return f"{show_bytes(leaf.bytes)} replicated on all {self.devices} devices"
         return (
             f"{show_bytes(leaf.shard_bytes)} on each of {self.devices} devices, every shard on "

@@ -6,4 +6,3 @@ from .digest import digests as digests
 from .digest import words_of as words_of
 from .preflight import Preflight as Preflight
 from .preflight import flight_check as flight_check
-from .preflight import named_arrays as named_arrays

@@ -24,10 +24,10 @@ from .._mesh import show_mesh
 from .._nnx import Recipe
 from .._place import own_mesh, put_anywhere, require_devices, wrap_keys
 from .._processes import exchange
-from .._step import Blueprint, NotFinite, TrainState, make_blueprint
+from .._step import Blueprint, NotFinite, TrainState, make_blueprint, named_arrays, show_array
 from . import digest_v1
 from .digest import ALGORITHM, digests
-from .preflight import Preflight, array_rows, flight_check, named_arrays
+from .preflight import Preflight, array_rows, flight_check
 from .step_files import ABOUT, FORMAT, LAYOUT, UnknownFormat, read_about, sealed
 from .writer_lock import LOCK, Taken, WriterLock
 
@@ -110,7 +110,7 @@ class Checkpoints:
             state: the state.
             position: how many samples were read until now.
             layout: the model's layout, whose lockfile is saved too, as `about/layout.json`.
-            finite: arrays, as `model.kernel`, without whose being finite the step is not kept:
+            finite: paths of arrays (`kernel`, `optimizer.0.mu.kernel`) without whose being finite the step is not kept:
                 the next save, or `wait`, then raises `NotFinite`.
 
         Raises:
@@ -166,7 +166,8 @@ class Checkpoints:
 
         def about_text() -> str:
             found = digest_of()
-            wrong = [name for name in finite if not found[name].finite]
+            by_path = {show_array(name): digest for name, digest in found.items()}
+            wrong = [path for path in finite if not by_path[path].finite]
             if wrong:
                 more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
                 raise NotFinite(f"{wrong[0]}{more} is not finite after step {step}")
@@ -491,7 +492,7 @@ def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
                 f"{ALGORITHM}"
             )
         found = {name: digest.value for name, digest in digests(arrays)().items()}
-    return [name for name in found if found[name] != rows[name]["digest"]]
+    return [show_array(name) for name in found if found[name] != rows[name]["digest"]]
 
 
 def _first(texts: list[str]) -> str:

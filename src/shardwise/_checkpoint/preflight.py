@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from .._base import count, public, show_bytes
 from .._check import Allow, Finding, Findings, make_finding, sift
 from .._mesh import normal_spec, parse_spec, show_mesh, show_spec
-from .._step import Blueprint
+from .._step import Blueprint, named_arrays, show_array
 
 _HELP_MODEL = "restore with the recipe that it was saved by, or another step"
 
@@ -66,14 +66,6 @@ def flight_check(
     return Preflight(about["step"], findings, sizes, total)
 
 
-def named_arrays(state: Any) -> dict[str, Any]:
-    """Returns the arrays of a training state by the names that checkpoints give them."""
-    rows = {"step": state.step}
-    for part in ("model", "optimizer", "ema"):
-        rows |= {f"{part}.{path}": x for path, x in getattr(state, part).items()}
-    return rows
-
-
 def array_rows(state: Any) -> dict[str, dict[str, Any]]:
     """Returns, for each array, the shape, dtype and spec that a checkpoint notes."""
     return {
@@ -103,7 +95,7 @@ def _findings(
         if name not in saved:
             yield make_finding(
                 "SW401",
-                name,
+                show_array(name),
                 f"the recipe has {leaf.dtype}{list(leaf.shape)}, the checkpoint of step "
                 f"{about['step']} has no such array",
                 help_for(name),
@@ -113,14 +105,14 @@ def _findings(
         if shape != tuple(leaf.shape):
             yield make_finding(
                 "SW403",
-                name,
+                show_array(name),
                 f"the checkpoint has shape {shape}, the recipe {tuple(leaf.shape)}",
                 _HELP_MODEL,
             )
         elif dtype != str(leaf.dtype):
             yield make_finding(
                 "SW404",
-                name,
+                show_array(name),
                 f"the checkpoint has {dtype}, the recipe {leaf.dtype}",
                 "restore with the saved dtype, then cast",
             )
@@ -138,7 +130,7 @@ def _findings(
         )
         yield make_finding(
             "SW405",
-            names[0],
+            show_array(names[0]),
             f"saved as {before} on {about['mesh']}, restored as {after} on "
             f"{show_mesh(blueprint.layout.mesh)}{more}",
             "nothing, if this is meant: each process reads the parts that it needs",
@@ -147,7 +139,7 @@ def _findings(
         if name not in wanted:
             yield make_finding(
                 "SW402",
-                name,
+                show_array(name),
                 f"the checkpoint has {row['dtype']}{row['shape']}, the recipe has no such array",
                 help_for(name),
             )

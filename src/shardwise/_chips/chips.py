@@ -122,7 +122,7 @@ CHIPS: dict[str, Chip] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class Chips:
     """Chips that need not be here: a chip and how many of them, by topology.
 
     It is the `abstract_device` of the mesh that `sw.mesh` makes of it, so that it goes wherever
@@ -166,7 +166,7 @@ class Target:
         return f"on={str(self)!r}"
 
 
-def parse_target(text: str) -> Target:
+def parse_chips(text: str) -> Chips:
     """Returns the target that `text` (`"v5p:4x8x8"`, `"h200:8x8"`) names.
 
     Raises:
@@ -203,7 +203,7 @@ def parse_target(text: str) -> Target:
             f"{chip.dims}, such as '{chip.name}:{like}'"
         )
     _require_topology(chip, topology, text)
-    return Target(chip, topology)
+    return Chips(chip, topology)
 
 
 MOST_DEVICES = 2**31

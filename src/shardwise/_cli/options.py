@@ -320,7 +320,7 @@ def compile_target(
     """
     from .._check import LayoutError
     from .._compile import compile as compile_step
-    from .._mesh import target_of
+    from .._mesh import chips_of
     from .._nnx import Recipe
     from .target import parse_inputs
 
@@ -331,7 +331,7 @@ def compile_target(
         )
     # A recipe has its batch: inputs are for its layout alone.
     shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
-    chips = target_of(made.mesh)
+    chips = chips_of(made.mesh)
     where = f" for {chips}" if chips is not None else ""
     try:
         with working(f"compiling {target}{where}"):

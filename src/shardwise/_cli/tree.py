@@ -47,7 +47,7 @@ def tree_text(layout: Layout) -> str:
         )
         for guide, node in _walk(nodes)
     ]
-    whole = [leaf for leaf in layout.leaves if leaf.is_whole]
+    whole = [leaf for leaf in layout.leaves if leaf.is_replicated]
     copied = sum(leaf.shard_bytes for leaf in whole)
     share = f"{copied / total:.1%} of them" if total else "none"
     caption = (
@@ -67,7 +67,7 @@ def _nodes(rows: list[tuple[tuple[Any, ...], Leaf]]) -> list[Node]:
     for key, below in held.items():
         if len(below) == 1 and not below[0][0]:
             leaf = below[0][1]
-            node = Node(str(key), leaf.held_bytes, leaf, [])
+            node = Node(str(key), leaf.resident_bytes, leaf, [])
         else:
             children = _nodes(below)
             node = Node(str(key), sum(child.bytes for child in children), None, children)
@@ -123,9 +123,9 @@ def _split(node: Node) -> str:
         leaf = node.leaf
         if leaf.faults:
             return f"{show_spec(leaf.spec)} error {leaf.faults[0].code}"
-        return "whole on every device" if leaf.is_whole else show_spec(leaf.spec)
+        return "whole on every device" if leaf.is_replicated else show_spec(leaf.spec)
     leaves = list(_leaves(node))
-    if all(leaf.is_whole for leaf in leaves):
+    if all(leaf.is_replicated for leaf in leaves):
         return "whole on every device"
     used = {axis for leaf in leaves for axes in spec_axes(leaf.spec) for axis in axes}
     axes = [axis for axis in leaves[0].sizes if axis in used]

@@ -139,7 +139,7 @@ def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> li
 
 
 def _causes(rows: list[Collective]) -> str:
-    ordered = sorted(rows, key=lambda row: -row.step_bytes)
+    ordered = sorted(rows, key=lambda row: -row.total_bytes)
     told = [
         f"{row.times} of {row.shape} from {row.source}{' (backward)' if row.source.backward else ''}"
         for row in ordered

@@ -18,7 +18,7 @@ class CompiledDiff:
     """What differs between two compilations. It is true when anything does.
 
     Attributes:
-        targets: both, with their meshes.
+        chips: both, with their meshes.
         memory: for each number of `Compiled.memory` that differs, before and after; None where
             it is not known.
         added: collectives that only the new one has, each with how many more a step runs.
@@ -27,7 +27,7 @@ class CompiledDiff:
         findings: codes and paths that are new, and that are gone.
     """
 
-    targets: tuple[str, str]
+    chips: tuple[str, str]
     memory: dict[str, tuple[int | None, int | None]]
     added: tuple[tuple[Collective, int], ...]
     removed: tuple[tuple[Collective, int], ...]
@@ -36,14 +36,14 @@ class CompiledDiff:
 
     def __bool__(self) -> bool:
         """Says whether anything differs."""
-        other = self.targets[0] != self.targets[1] or self.flops[0] != self.flops[1]
+        other = self.chips[0] != self.chips[1] or self.flops[0] != self.flops[1]
         return bool(other or self.memory or self.added or self.removed or any(self.findings))
 
     def __str__(self) -> str:
         """Returns one line for each difference."""
         lines = []
-        if self.targets[0] != self.targets[1]:
-            lines.append(f"{self.targets[0]} -> {self.targets[1]}")
+        if self.chips[0] != self.chips[1]:
+            lines.append(f"{self.chips[0]} -> {self.chips[1]}")
         for name, (old, new) in self.memory.items():
             step = ""
             if old is not None and new is not None:
@@ -61,7 +61,7 @@ class CompiledDiff:
 
 
 def _show(row: Collective, count: int) -> str:
-    sent = show_bytes(row.bytes * count)
+    sent = show_bytes(row.sent_bytes * count)
     return f"{count} {row.kind} over {','.join(row.axes)} of {row.shape} ({sent}) from {row.source}"
 
 
@@ -106,7 +106,7 @@ def _diff_compiled(old: Compiled, new: Compiled) -> CompiledDiff:
     had, has = _counted(old), _counted(new)
     texts = [tuple(f"{f.code} {f.path}" for f in one.findings) for one in (old, new)]
     return CompiledDiff(
-        targets=(_where(old), _where(new)),
+        chips=(_where(old), _where(new)),
         memory=memory,
         added=tuple((row, n) for row, n in (has - had).items()),
         removed=tuple((row, n) for row, n in (had - has).items()),
@@ -119,7 +119,7 @@ def _diff_compiled(old: Compiled, new: Compiled) -> CompiledDiff:
 
 
 def _where(compiled: Compiled) -> str:
-    return f"{','.join(f'{a}={s}' for a, s in compiled.mesh.items())} on {compiled.target}"
+    return f"{','.join(f'{a}={s}' for a, s in compiled.mesh.items())} on {compiled.chips}"
 
 
 def _counted(compiled: Compiled) -> Counter[Collective]:

@@ -13,9 +13,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._base import public
 from .._check import Findings
-from .._chips import Target
+from .._chips import Chips
 from .._layout import Layout, Method, require_layout
-from .._mesh import AnyMesh, show_mesh, target_of
+from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
 from .findings import Facts, compile_findings
 from .hlo import (
@@ -76,7 +76,7 @@ def compile(
         [('all-reduce', ('data',))]
     """
     mesh = require_layout(layout).mesh
-    if not isinstance(mesh, Mesh) and target_of(mesh) is None:
+    if not isinstance(mesh, Mesh) and chips_of(mesh) is None:
         raise ValueError(
             f"the mesh {show_mesh(mesh)} has no devices to compile for: make it with "
             f"on='v5p:4x8x8', on='h100:8x8' or on='cpu:8'"
@@ -89,9 +89,9 @@ def compile(
     try:
         program = _compiled(job, mesh, show)
     except _NeedsDevices:
-        target = target_of(mesh)
-        assert target is not None and isinstance(mesh, AbstractMesh)
-        there = absent_mesh(target, mesh)
+        chips = chips_of(mesh)
+        assert chips is not None and isinstance(mesh, AbstractMesh)
+        there = absent_mesh(chips, mesh)
         there_job = job_of(recipe, layout.on(there), inputs, method)
         program = compile_here(traced(there_job).lower(), there, there_job.options)
     if program.refused and not program.hlo:
@@ -107,24 +107,24 @@ class _NeedsDevices(Exception):
 
 
 def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
-    target = target_of(mesh)
-    if target is None:
+    chips = chips_of(mesh)
+    if chips is None:
         assert isinstance(mesh, Mesh)
         return compile_here(traced(job).lower(), mesh, job.options)
-    return _handed_over(job, target, mesh, show)
+    return _handed_over(job, chips, mesh, show)
 
 
-def _handed_over(job: Job, target: Target | None, mesh: AnyMesh, show: bool) -> Program:
-    lowered = _lowered(job, target)
+def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Program:
+    lowered = _lowered(job, chips)
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
     same = _without_callers(lowered.as_text(debug_info=True))
-    options = job.options if target is not None else {}
-    return compile_absent(module, target, mesh.shape, options, same, show=show)
+    options = job.options if chips is not None else {}
+    return compile_absent(module, chips, mesh.shape, options, same, show=show)
 
 
-def _lowered(job: Job, target: Target | None) -> Any:
+def _lowered(job: Job, chips: Chips | None) -> Any:
     platforms = {"gpu": "cuda", "tpu": "tpu"}
-    platform = platforms[target.platform] if target is not None else "cpu"
+    platform = platforms[chips.platform] if chips is not None else "cpu"
     # Tracing may be what starts JAX's backends: with the compilers installed and no accelerator
     # here, they print that they find none, which is as it should be.
     with captured_stderr():
@@ -137,9 +137,9 @@ def _lowered(job: Job, target: Target | None) -> Any:
             raise
 
 
-def _reshards(job: Job, target: Target | None) -> list[Reshard]:
+def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:
     try:
-        return reshards(_lowered(job, target).compiler_ir("stablehlo"))
+        return reshards(_lowered(job, chips).compiler_ir("stablehlo"))
     except _NeedsDevices:
         return []
 
@@ -181,10 +181,10 @@ def _without_callers(text: str) -> str:
 
 
 def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
-    target = target_of(mesh)
-    if target is not None:
-        where, platform = str(target), target.platform
-        capacity: int | None = target.chip.capacity_bytes
+    chips = chips_of(mesh)
+    if chips is not None:
+        where, platform = str(chips), chips.platform
+        capacity: int | None = chips.chip.capacity_bytes
     else:
         assert isinstance(mesh, Mesh)
         device = mesh.devices.flat[0]
@@ -201,7 +201,7 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
     work = work_of(module) if module else None
     made = Compiled(
-        target=where,
+        chips=where,
         platform=platform,
         mesh=dict(mesh.shape),
         memory=memory,
@@ -219,7 +219,7 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
         layout=job.layout,
     )
     facts = Facts(
-        job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, target)
+        job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, chips)
     )
     return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
 

@@ -72,7 +72,7 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
         message = (
             f"the step needs {show_bytes(memory.peak)} on each device, "
             f"{show_bytes(over) + ' more than' if over > 0 else 'of'} the "
-            f"{show_bytes(memory.capacity or 0)} that {compiled.target.partition(':')[0]} has: {told}"
+            f"{show_bytes(memory.capacity or 0)} that {compiled.chips.partition(':')[0]} has: {told}"
         )
         advice = list(_advice(compiled, facts, whole))
     causes = "; ".join(
@@ -82,7 +82,7 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
     )
     return make_finding(
         "SW301",
-        f"{show_mesh(facts.layout.mesh)} on {compiled.target}",
+        f"{show_mesh(facts.layout.mesh)} on {compiled.chips}",
         message,
         "; ".join(advice) or "use more devices, or a smaller batch",
         f"largest temporaries: {causes}" if causes else "",
@@ -260,7 +260,7 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     gathered = {axis for leaf in facts.layout.leaves for axis in leaf.gathered}
     gathered |= set(data_axes(facts.layout))
     leaves = {leaf.path: leaf for leaf in facts.layout.leaves}
-    total = sum(row.step_bytes for row in compiled.collectives)
+    total = sum(row.total_bytes for row in compiled.collectives)
     rows: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
     for row in compiled.collectives:
         if row.source.op.split("[")[0] in _ASKED_FOR:
@@ -271,12 +271,12 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
         used_whole = row.kind == "all-gather" and not set(row.axes) <= gathered
         if moved or (used_whole and (leaf is not None or row.source.op == "sharding_constraint")):
             rows.setdefault((row.kind, str(row.source), row.axes), []).append(row)
-    ordered = sorted(rows.items(), key=lambda item: -sum(row.step_bytes for row in item[1]))
+    ordered = sorted(rows.items(), key=lambda item: -sum(row.total_bytes for row in item[1]))
     for (kind, place, axes), found in ordered[:_MOST]:
-        sent = sum(row.step_bytes for row in found)
+        sent = sum(row.total_bytes for row in found)
         if sent < 0.01 * total:
             continue
-        largest = max(found, key=lambda row: row.step_bytes)
+        largest = max(found, key=lambda row: row.total_bytes)
         leaf = leaves.get(largest.source.leaf)
         over = ", ".join(repr(axis) for axis in axes)
         if leaf is not None:

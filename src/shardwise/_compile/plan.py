@@ -9,7 +9,7 @@ from typing import Any
 from .._base import show_bytes, show_devices
 from .._check import Findings, check
 from .._layout import Layout
-from .._mesh import target_of
+from .._mesh import chips_of
 from .._nnx import Recipe
 from .._step import make_blueprint
 from .job import shard_bytes
@@ -52,10 +52,10 @@ class Plan:
         return self.compiled.mesh
 
     @property
-    def target(self) -> str:
+    def chips(self) -> str:
         """The devices, or nothing where none are meant."""
         if self.compiled is not None:
-            return self.compiled.target
+            return self.compiled.chips
         chips = self._chips()
         return str(chips) if chips is not None else ""
 
@@ -122,7 +122,7 @@ class Plan:
         return sum(part.bytes for part in self.parts)
 
     def _chips(self) -> Any:
-        return target_of(self.layout.mesh) if self.layout is not None else None
+        return chips_of(self.layout.mesh) if self.layout is not None else None
 
 
 def plan_of(found: Any, layout: Layout) -> Plan:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._base import public, show_bytes, show_devices, show_flops, text_table, write_whole
+from .._base import public, show_bytes, show_devices, show_flops, text_table, write_atomically
 from .._check import Findings
 from .._layout import Layout
 from .hlo import Buffer, Collective, by_axis
@@ -17,7 +17,7 @@ from .hlo import Buffer, Collective, by_axis
 if TYPE_CHECKING:
     from .._report import Report
 
-FORMAT = 1
+FORMAT = 2
 # Unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 _GPU_SHARE = 0.75
 
@@ -81,10 +81,10 @@ class Memory:
 @public
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A step as the target's own compiler made it. Made by `sw.compile`.
+    """A step as the chips' own compiler made it. Made by `sw.compile`.
 
     Attributes:
-        target: the devices: `v5p:4x8x8`, or what JAX calls those that are here.
+        chips: the devices: `v5p:4x8x8`, or what JAX calls those that are here.
         platform: what they are: `tpu`, `gpu` or `cpu`.
         mesh: the sizes of the mesh's axes by name.
         memory: the bytes of one device; None if the compiler gave up without saying.
@@ -104,7 +104,7 @@ class Compiled:
         layout: what was compiled; not saved.
     """
 
-    target: str
+    chips: str
     platform: str
     mesh: dict[str, int]
     memory: Memory | None
@@ -151,7 +151,7 @@ class Compiled:
     @property
     def verdict(self) -> str:
         """Whether it fits, in one sentence."""
-        where = f"{show_devices(math.prod(self.mesh.values()))} of {self.target}"
+        where = f"{show_devices(math.prod(self.mesh.values()))} of {self.chips}"
         if self.memory is None and self.refused:
             return f"does not fit on {where}: {_one_line(self.refused)}"
         if self.memory is None:
@@ -221,7 +221,7 @@ class Compiled:
         """Returns it as plain data, which `shardwise compile --format json` prints."""
         return {
             "format": FORMAT,
-            "target": self.target,
+            "chips": self.chips,
             "platform": self.platform,
             "mesh": self.mesh,
             "fits": self.fits,
@@ -231,7 +231,7 @@ class Compiled:
             "memory": dataclasses.asdict(self.memory) if self.memory else None,
             "buffers": [dataclasses.asdict(row) for row in self.buffers],
             "collectives": [
-                {**dataclasses.asdict(row), "step_bytes": row.step_bytes}
+                {**dataclasses.asdict(row), "total_bytes": row.total_bytes}
                 for row in self.collectives
             ]
             if self.has_program
@@ -271,7 +271,7 @@ class Compiled:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes it to a file, which `sw.load_compiled` reads, to compare with later ones."""
-        write_whole(path, json.dumps(self.to_dict(), indent=1) + "\n")
+        write_atomically(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def show_not_counted(kernels: Mapping[str, int]) -> str:
@@ -332,7 +332,7 @@ def _show_collectives(compiled: Compiled) -> str:
                 continue
             key = (row.kind, row.shape, str(row.source), row.source.backward)
             count, sent = rows.get(key, (0, 0))
-            rows[key] = (count + row.times, sent + row.step_bytes)
+            rows[key] = (count + row.times, sent + row.total_bytes)
         ordered = sorted(rows.items(), key=lambda item: -item[1][1])
         table = [
             (kind, shape, f"×{count}", show_bytes(sent), "backward" if backward else "", source)

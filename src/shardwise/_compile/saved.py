@@ -15,6 +15,7 @@ from .hlo import Buffer, Collective, Source
 from .result import FORMAT, Compiled, Memory
 
 T = TypeVar("T")
+_RENAMED = {"target": "chips"}
 
 
 @public
@@ -61,6 +62,8 @@ def _compiled(found: Any) -> Compiled:
         raise ValueError(f"it holds a {type(found).__name__}, and not an object")
     if "leaves" in found and "memory" not in found:
         raise ValueError("it is a layout, which sw.load_layout reads")
+    if found.get("format") == 1:
+        found = _upgraded(found)
     if found.get("format", FORMAT) != FORMAT:
         raise ValueError(f"it is of format {found['format']!r}, this version reads {FORMAT}")
     _require(found, ("format", "memory", "collectives", "buffers", "findings"), "it")
@@ -82,6 +85,20 @@ def _compiled(found: Any) -> Compiled:
     if made.has_program != seen or (made.memory and not _adds_up(made.memory)):
         raise ValueError("it is damaged: its numbers do not agree with each other")
     return made
+
+
+def _upgraded(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns what version 0.1 saved under the names of today."""
+    found = {_RENAMED.get(name, name): value for name, value in found.items()}
+    rows = found.get("collectives")
+    if isinstance(rows, list):
+        found["collectives"] = [
+            {("sent_bytes" if name == "bytes" else name): value for name, value in row.items()}
+            if isinstance(row, dict)
+            else row
+            for row in rows
+        ]
+    return {**found, "format": FORMAT}
 
 
 def _adds_up(memory: Memory) -> bool:

@@ -95,7 +95,7 @@ class Layout:
     @property
     def bytes_per_device(self) -> int:
         """Bytes that one device holds (exact); a leaf whose spec has faults counts whole."""
-        return sum(leaf.held_bytes for leaf in self.leaves)
+        return sum(leaf.resident_bytes for leaf in self.leaves)
 
     def on(self, mesh: AnyMesh) -> Layout:
         """Returns the same specs on another mesh, such as a real one after an abstract one."""
@@ -194,9 +194,9 @@ class Layout:
         """Returns what a strategy was to split and did not, and why, in a clause."""
         told = []
         for why in get_args(Left):
-            left = [leaf for leaf in self.leaves if leaf.left == why and leaf.is_whole]
+            left = [leaf for leaf in self.leaves if leaf.left == why and leaf.is_replicated]
             if why and left:
-                size = show_bytes(sum(leaf.held_bytes for leaf in left))
+                size = show_bytes(sum(leaf.resident_bytes for leaf in left))
                 told.append(f"{count(len(left), f'{why} leaf', f'{why} leaves')} ({size})")
         return f"; not split: {', '.join(told)}" if told else ""
 
@@ -363,7 +363,7 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
         reason=reason,
         trail=trail,
         gathered=kept | said.gathered,
-        meant=said.meant,
+        intentional=said.intentional,
         left=said.left,
     )
 

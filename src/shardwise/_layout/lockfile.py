@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._base import write_whole
+from .._base import write_atomically
 from .._mesh import AnyMesh, mesh_types, parse_spec, show_spec
 from .._nnx import Leaf, Left, Opinion, show_path, split_path
 
@@ -31,7 +31,7 @@ def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[st
         "axis_types": mesh_types(mesh),
         "total_bytes": sum(leaf.bytes for leaf in leaves),
         "dead_patterns": [list(pair) for pair in dead_patterns],
-        "bytes_per_device": sum(leaf.held_bytes for leaf in leaves),
+        "bytes_per_device": sum(leaf.resident_bytes for leaf in leaves),
     }
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]
@@ -41,7 +41,7 @@ def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[st
 def write(path: str | os.PathLike[str], text: str) -> None:
     """Writes a lockfile, whole or not at all."""
     try:
-        write_whole(path, text)
+        write_atomically(path, text)
     except OSError as error:
         told = f"the layout cannot be written to {os.fspath(path)}: {error.strerror}"
         raise ValueError(told) from error
@@ -97,8 +97,8 @@ def _row(leaf: Leaf) -> dict[str, Any]:
         row["by"] = deciders[-1].source
         if deciders[-1].clashes:
             row["clashes"] = [[p, show_spec(spec)] for p, spec in deciders[-1].clashes]
-    if leaf.meant:
-        row["meant"] = True
+    if leaf.intentional:
+        row["intentional"] = True
     if leaf.left:
         row["left"] = leaf.left
     if leaf.gathered:
@@ -126,7 +126,8 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         reason=row["reason"],
         names=tuple(parse_spec(row["names"])) if "names" in row else None,
         trail=trail,
-        meant=bool(row.get("meant", False)),
+        # Version 0.1 wrote "meant".
+        intentional=bool(row.get("intentional", row.get("meant", False))),
         left=_left(row.get("left", "")),
         gathered=frozenset(row.get("gathered", ())),
         stacked=tuple(row.get("stacked", ())),

@@ -66,7 +66,7 @@ def optimizer_leaves(
                 spec=spec,
                 reason=reason,
                 gathered=owner.gathered,
-                meant=owner.meant,
+                intentional=owner.intentional,
                 left=owner.left,
                 names=owner.names if same else None,
                 stacked=owner.stacked if same else (),

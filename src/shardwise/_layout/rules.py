@@ -110,7 +110,7 @@ def replicate() -> Rule:
 
 
 def _replicate(leaf: Leaf) -> Opinion:
-    return Opinion(P(), "replicated on every device, as asked", meant=True)
+    return Opinion(P(), "replicated on every device, as asked", intentional=True)
 
 
 _replicate.__name__ = "replicate"

@@ -117,7 +117,7 @@ def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> d
 
 def _held_bytes(leaf: Leaf, pick: Opinion) -> int:
     if pick.spec is None:
-        return leaf.held_bytes
+        return leaf.resident_bytes
     return leaf.bytes // cut_ways(leaf.spec, leaf.sizes)  # its spec has no faults
 
 

@@ -2,10 +2,10 @@
 
 from .meshes import DATA_AXES as DATA_AXES
 from .meshes import AnyMesh as AnyMesh
+from .meshes import chips_of as chips_of
 from .meshes import mesh as mesh
 from .meshes import mesh_types as mesh_types
 from .meshes import show_mesh as show_mesh
-from .meshes import target_of as target_of
 from .spec import Axes as Axes
 from .spec import Fault as Fault
 from .spec import dim_axes as dim_axes

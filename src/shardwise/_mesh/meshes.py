@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._base import either, option, public
-from .._chips import MOST_DEVICES, Target, parse_target
+from .._chips import MOST_DEVICES, Chips, parse_chips
 
 AnyMesh = Mesh | AbstractMesh
 _MOST_CPU_DEVICES = 1024
@@ -59,10 +59,10 @@ def mesh(
             )
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     if isinstance(on, str) and not _is_cpu(on):
-        target: Any = parse_target(on)
-        sizes = _fit(sizes, target.device_count, f"{option('on', on)} has", ())
+        chips: Any = parse_chips(on)
+        sizes = _fit(sizes, chips.device_count, f"{option('on', on)} has", ())
         return AbstractMesh(
-            tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=target
+            tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=chips
         )
     devices, have = _devices(on)
     sizes = _fit(sizes, len(devices), have, devices)
@@ -80,10 +80,10 @@ def show_mesh(mesh: AnyMesh) -> str:
     return _show(mesh.shape)
 
 
-def target_of(mesh: AnyMesh) -> Target | None:
+def chips_of(mesh: AnyMesh) -> Chips | None:
     """Returns the chips that a mesh from `sw.mesh(on="v5p:4x8x8")` is made of, if it is one."""
     found = mesh.abstract_device if isinstance(mesh, AbstractMesh) else None
-    return found if isinstance(found, Target) else None
+    return found if isinstance(found, Chips) else None
 
 
 def mesh_types(mesh: AnyMesh) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Opinion:
         reason: one sentence.
         source: the rule's name; filled in by `layout`.
         refines: it adds to the spec of the rules before it, rather than replacing it.
-        meant: being whole is on purpose, and no finding.
+        intentional: being whole is on purpose, and no finding.
         gathered: axes along which the leaf is only stored in parts and gathered before
             use (FSDP), so that its neighbours need not match it.
         clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
@@ -41,7 +41,7 @@ class Opinion:
     reason: str = ""
     source: str = ""
     refines: bool = False
-    meant: bool = False
+    intentional: bool = False
     gathered: frozenset[str] = frozenset()
     clashes: tuple[tuple[str, P], ...] = ()
     left: Left = ""
@@ -65,7 +65,7 @@ class Leaf:
         stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`).
         trail: every rule's opinion, in order.
         gathered: axes that FSDP put there.
-        meant: it was left whole on purpose.
+        intentional: it was left whole on purpose.
         left: why a strategy did not split it: `small`, `indivisible`, or empty.
     """
 
@@ -81,7 +81,7 @@ class Leaf:
     stacked: tuple[int, ...] = ()
     trail: tuple[Opinion, ...] = ()
     gathered: frozenset[str] = frozenset()
-    meant: bool = False
+    intentional: bool = False
     left: Left = ""
 
     @property
@@ -126,12 +126,12 @@ class Leaf:
         return array_bytes(self.shard_shape, self.dtype)
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """The same; of a leaf whose spec has faults, all of it: that is how it would be placed."""
         return self.bytes if self.faults else self.shard_bytes
 
     @property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Whether every device of several holds all of it."""
         return not self.faults and self.copies == math.prod(self.sizes.values()) > 1
 

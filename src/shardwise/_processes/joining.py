@@ -16,7 +16,7 @@ from jax._src import clusters, xla_bridge
 from jax._src import distributed as runtime
 
 from .._base import public
-from .peers import WATCHES, Processes, Watch
+from .peers import WATCHES, PeerWatch, Processes
 
 _REQUIRED = ("SHARDWISE_COORDINATOR", "SHARDWISE_PROCESSES", "SHARDWISE_PROCESS")
 _CLUSTERS = {
@@ -70,7 +70,7 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
         processes = _in_cluster()
     if processes.count == 1:
         return replace(processes, coordinator=None)
-    watch = Watch(processes, timeout_seconds)
+    watch = PeerWatch(processes, timeout_seconds)
     if not jax.distributed.is_initialized():
         _require_no_backend()
         # JAX ends the process in C++ where the others do not come: that must be explained too.

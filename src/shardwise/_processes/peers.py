@@ -137,7 +137,7 @@ class _Loss:
     why: str
 
 
-class Watch:
+class PeerWatch:
     """What this process knows of the others: who they are, when each was heard of, who is lost.
 
     JAX's own heartbeats, sent from C++, decide who is dead. Those here, through the key-value
@@ -432,7 +432,7 @@ def noting_failure() -> Iterator[None]:
         raise
 
 
-def _note_exits(watch: Watch) -> None:
+def _note_exits(watch: PeerWatch) -> None:
     """Lets the watch know of `sys.exit`: at exit, Python no longer says with which status."""
 
     class Exit(SystemExit):
@@ -453,7 +453,7 @@ def _exit_code(status: Any) -> int:
 
 
 # JAX's runtime exists once in a process and cannot be left: so does what watches it.
-WATCHES: list[Watch] = []
+WATCHES: list[PeerWatch] = []
 
 
 def _store() -> Any:

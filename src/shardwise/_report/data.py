@@ -21,7 +21,7 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
     return {
         "name": name,
         "mesh": [[axis, size] for axis, size in plan.mesh.items()],
-        "target": plan.target,
+        "chips": plan.chips,
         "verdict": {"state": state, "text": plan.verdict + told},
         "memory": {
             "parts": [dataclasses.astuple(part) for part in plan.parts],
@@ -67,7 +67,7 @@ def _leaves(layout: Layout | None, axes: list[str]) -> dict[str, Any]:
                 cuts,
                 None if leaf.faults else leaf.shard_shape,
                 leaf.bytes,
-                leaf.held_bytes,
+                leaf.resident_bytes,
                 0 if leaf.faults else leaf.copies,
                 number(leaf.reason),
                 [number(_opinion(opinion)) for opinion in leaf.trail],
@@ -105,14 +105,14 @@ def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:
                 list(row.axes),
                 row.shape,
                 row.times,
-                row.step_bytes,
+                row.total_bytes,
                 row.source.place,
                 row.source.module,
                 row.source.leaf,
                 row.source.op,
                 int(row.source.backward),
             ]
-            for row in sorted(compiled.collectives, key=lambda row: -row.step_bytes)
+            for row in sorted(compiled.collectives, key=lambda row: -row.total_bytes)
         ],
         "buffers": [
             [

@@ -9,10 +9,10 @@ import os
 from collections.abc import Sequence
 from importlib import metadata, resources
 
-from .._base import public, write_whole
+from .._base import public, write_atomically
 from .._compile import Compiled, Plan
 from .._layout import Layout
-from .._mesh import show_mesh, target_of
+from .._mesh import chips_of, show_mesh
 from .data import plan_data
 
 # In the order in which they are put together; each uses only those before it.
@@ -43,7 +43,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the page to a file, which any browser opens from disk."""
-        write_whole(path, self.html)
+        write_atomically(path, self.html)
 
     def __repr__(self) -> str:
         """Returns what it is of, and its size; the page itself is for a browser."""
@@ -73,9 +73,9 @@ def report_of(shown: Layout | Compiled, against: Layout | Compiled | None = None
 def _name(one: Layout | Compiled) -> str:
     if isinstance(one, Compiled):
         axes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
-        return f"{axes} on {one.target}"
-    target = target_of(one.mesh)
-    return f"{show_mesh(one.mesh)} on {target}" if target is not None else show_mesh(one.mesh)
+        return f"{axes} on {one.chips}"
+    chips = chips_of(one.mesh)
+    return f"{show_mesh(one.mesh)} on {chips}" if chips is not None else show_mesh(one.mesh)
 
 
 def report_of_plans(plans: Sequence[tuple[str, Plan]]) -> Report:

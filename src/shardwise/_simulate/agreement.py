@@ -87,7 +87,7 @@ def show_difference(difference: Difference) -> str:
     return f"device {one} has {a} and device {two} has {b}{where}{by}"
 
 
-class Watch:
+class AgreementCheck:
     """What the devices of one call must agree on, looked at as soon as there are values."""
 
     def __init__(self, mesh: str, eager: bool):

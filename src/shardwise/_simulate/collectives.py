@@ -54,7 +54,7 @@ UNKNOWN = frozenset({"ragged_all_to_all", "psend", "precv", "call_hi_primitive",
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Collective:
+class TracedCollective:
     """One collective of a jaxpr.
 
     Attributes:
@@ -79,7 +79,7 @@ class Collective:
         return len(self.groups[0]) if self.groups else product(self.axes, sizes)
 
 
-def as_collective(eqn: Any) -> Collective | None:
+def as_collective(eqn: Any) -> TracedCollective | None:
     """Returns the collective that an equation is, or None."""
     kind = _KINDS.get(eqn.primitive.name.removesuffix("_start"))
     if kind is None:
@@ -87,7 +87,9 @@ def as_collective(eqn: Any) -> Collective | None:
     names = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = (names,) if isinstance(names, str) else tuple(names)
     axes = tuple(a for a in names if isinstance(a, str))
-    return Collective(kind, axes, dict(eqn.params), tuple(d for d in names if isinstance(d, int)))
+    return TracedCollective(
+        kind, axes, dict(eqn.params), tuple(d for d in names if isinstance(d, int))
+    )
 
 
 def waiting_axes(jaxpr: Any, sizes: Sizes) -> set[str]:
@@ -104,7 +106,7 @@ def waiting_axes(jaxpr: Any, sizes: Sizes) -> set[str]:
     return found
 
 
-def axes_after(collective: Collective, before: Axes, sizes: Sizes) -> Axes:
+def axes_after(collective: TracedCollective, before: Axes, sizes: Sizes) -> Axes:
     """Returns the axes along which the result may differ."""
     names = collective.axes
     if collective.kind == "ppermute":
@@ -115,7 +117,7 @@ def axes_after(collective: Collective, before: Axes, sizes: Sizes) -> Axes:
     return tuple(a for a in before if a not in names)
 
 
-def collect(collective: Collective, held: Held, others: Sequence[Held], sizes: Sizes) -> Held:
+def collect(collective: TracedCollective, held: Held, others: Sequence[Held], sizes: Sizes) -> Held:
     """Returns what the devices hold after a collective.
 
     Args:
@@ -249,7 +251,7 @@ def _ppermute(value: Any, at: int, source: dict[int, int]) -> Any:
     return jnp.concatenate(pieces, axis=at) if len(pieces) > 1 else pieces[0]
 
 
-def _as_run(collective: Collective, sizes: Sizes) -> Collective:
+def _as_run(collective: TracedCollective, sizes: Sizes) -> TracedCollective:
     """Returns a permute as JAX runs it, or refuses it as JAX does.
 
     The axes are in the mesh's order, and a negative number counts from the last device.
@@ -269,13 +271,13 @@ def _as_run(collective: Collective, sizes: Sizes) -> Collective:
     return dataclasses.replace(collective, axes=ordered, params=collective.params | {"perm": pairs})
 
 
-def _changes_nothing(permute: Collective, before: Axes, sizes: Sizes) -> bool:
+def _changes_nothing(permute: TracedCollective, before: Axes, sizes: Sizes) -> bool:
     """Returns whether every device gets from another what all of them hold."""
     all_send = len(permute.params["perm"]) == product(permute.axes, sizes)
     return all_send and set(permute.axes).isdisjoint(before)
 
 
-def _in_groups(collective: Collective, held: Held, sizes: Sizes) -> Held:
+def _in_groups(collective: TracedCollective, held: Held, sizes: Sizes) -> Held:
     """Returns the result of a collective within groups of devices: an axis for the group is made."""
     groups = np.asarray(collective.groups)
     value, rest = gather_axes(held, collective.axes, sizes)
@@ -288,7 +290,7 @@ def _in_groups(collective: Collective, held: Held, sizes: Sizes) -> Held:
         _MEMBER: groups.shape[1],
     }
     params = {k: v for k, v in collective.params.items() if k != "axis_index_groups"}
-    inner = Collective(collective.kind, (_MEMBER,), params)
+    inner = TracedCollective(collective.kind, (_MEMBER,), params)
     out = collect(inner, Held(value, (*rest, _GROUP, _MEMBER)), (), inner_sizes)
     value, _ = gather_axes(out, (_GROUP, _MEMBER), inner_sizes)
     back = np.argsort(groups.reshape(-1))

@@ -15,7 +15,7 @@ from .._chips import MODEL, sent_bytes
 from .._layout import show_shape
 from .._mesh import Axes
 from .._nnx import array_bytes
-from .collectives import Collective
+from .collectives import TracedCollective
 from .held import Held, Sizes, is_traced
 
 _MOST_ROWS = 64
@@ -126,7 +126,9 @@ class Tracker:
         self._sizes = sizes
         self._sites: list[tuple[Event, dict[tuple[int, ...], int]]] = []
 
-    def log(self, collective: Collective, held: Held, line: str, at: Mapping[str, Any]) -> None:
+    def log(
+        self, collective: TracedCollective, held: Held, line: str, at: Mapping[str, Any]
+    ) -> None:
         """Adds one place of the body; each execution is counted when it happens."""
         devices = collective.devices(self._sizes)
         dtype = held.value.dtype

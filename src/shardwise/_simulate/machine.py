@@ -21,7 +21,7 @@ from .._jax import call_jaxpr, is_jaxpr, is_literal, opened, sub_jaxprs, user_li
 from .._mesh import Axes
 from . import control
 from .body import Body, Setting
-from .collectives import CASTS, UNKNOWN, Collective, as_collective, axes_after, collect
+from .collectives import CASTS, UNKNOWN, TracedCollective, as_collective, axes_after, collect
 from .held import Held, Sizes, in_order, one_by_one, spread, union, widen
 
 # Sharding has no meaning on simulated devices.
@@ -47,7 +47,7 @@ class Machine:
     """
 
     setting: Setting
-    log: Callable[[Collective, Held, str, Mapping[str, Any]], None] | None = None
+    log: Callable[[TracedCollective, Held, str, Mapping[str, Any]], None] | None = None
     disagree: Callable[[Held, Axes, str], None] | None = None
     at: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     line: str = "?"

@@ -19,7 +19,7 @@ from .._jax import shorten, show_value
 from .._mesh import AnyMesh, faults, require_spec, show_mesh, show_spec
 from .._mesh import mesh as make_mesh
 from .._nnx import dotted
-from .agreement import Watch, axes_left_out, unproven
+from .agreement import AgreementCheck, axes_left_out, unproven
 from .body import Body, Setting, plain_mesh, trace_body
 from .events import Shards, Trace, Tracker
 from .held import Held, in_order, is_traced, join, split
@@ -118,11 +118,11 @@ class Simulation:
     def __call__(self, *args: Any) -> Any:
         """Returns what `jax.shard_map` returns for the same global arguments."""
         body, held, _ = self._prepare(args)
-        watch = self._watch(held) if self._checks else None
-        outs = self._run(body, held, watch)
+        agreement = self._agreement(held) if self._checks else None
+        outs = self._run(body, held, agreement)
         specs = self._specs_of_outputs(body, outs)
-        if watch is not None:
-            Findings(tuple(self._disagreements(watch, body, outs, specs))).raise_if_errors()
+        if agreement is not None:
+            Findings(tuple(self._disagreements(agreement, body, outs, specs))).raise_if_errors()
         sizes = self._setting.sizes
         whole = [join(_representative(o, s), s, sizes) for o, s in zip(outs, specs, strict=True)]
         return jax.tree.unflatten(body.out_tree, whole)
@@ -135,12 +135,12 @@ class Simulation:
         """
         try:
             body, held, _ = self._prepare(args)
-            watch = self._watch(held)
-            outs = self._run(body, held, watch)
+            agreement = self._agreement(held)
+            outs = self._run(body, held, agreement)
             specs = self._specs_of_outputs(body, outs)
         except LayoutError as error:
             return error.findings
-        found = self._disagreements(watch, body, outs, specs)
+        found = self._disagreements(agreement, body, outs, specs)
         told = {finding.path for finding in found}
         if self._setting.typed:
             rows = zip(_output_paths(body, outs), specs, body.out_varying, outs, strict=True)
@@ -206,24 +206,24 @@ class Simulation:
         self,
         body: Body,
         held: Sequence[Held],
-        watch: Watch | None = None,
+        agreement: AgreementCheck | None = None,
         tracker: Tracker | None = None,
     ) -> list[Held]:
         log = None if tracker is None else tracker.log
-        machine = Machine(self._setting, log, None if watch is None else watch.ways)
+        machine = Machine(self._setting, log, None if agreement is None else agreement.ways)
         return machine.run_body(body, held)
 
-    def _watch(self, held: Sequence[Held]) -> Watch:
+    def _agreement(self, held: Sequence[Held]) -> AgreementCheck:
         # Within a jit even a sum of constants has no value yet.
         traced = is_traced(jnp.add(0, 0)) or any(is_traced(h.value) for h in held)
-        return Watch(self._show(), eager=not traced)
+        return AgreementCheck(self._show(), eager=not traced)
 
     def _disagreements(
-        self, watch: Watch, body: Body, outs: Sequence[Held], specs: Sequence[P]
+        self, agreement: AgreementCheck, body: Body, outs: Sequence[Held], specs: Sequence[P]
     ) -> list[Finding]:
         for path, out, spec in zip(_output_paths(body, outs), outs, specs, strict=True):
-            watch.outputs(path, spec, out)
-        return watch.findings(outs)
+            agreement.outputs(path, spec, out)
+        return agreement.findings(outs)
 
     def _specs_of_outputs(self, body: Body, outs: Sequence[Held]) -> list[P]:
         sample = jax.tree.unflatten(body.out_tree, outs)

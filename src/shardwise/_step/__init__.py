@@ -17,3 +17,5 @@ from .scopes import module_paths as module_paths
 from .scopes import scope_modules as scope_modules
 from .state import NotFinite as NotFinite
 from .state import TrainState as TrainState
+from .state import named_arrays as named_arrays
+from .state import show_array as show_array

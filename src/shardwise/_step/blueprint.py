@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 from .._check import Findings, check, structure_findings
 from .._jax import show_value
 from .._layout import Layout, require_layout
-from .._mesh import AnyMesh, make_spec, padded, target_of
+from .._mesh import AnyMesh, chips_of, make_spec, padded
 from .._nnx import Recipe, abstract_model, keyed_leaves, remat_policy, show_path
 from .activations import named_activations
 from .batch import batch_layout
 from .remat import remat_modules
 from .scopes import scope_modules
-from .state import Arrays, TrainState
+from .state import Arrays, TrainState, named_arrays, show_array
 
 # Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
 # before and after them no longer fuses: benchmarks/h200 measures it.
@@ -89,7 +89,7 @@ class Blueprint:
         """The options that XLA compiles the step with."""
         given = dict(self.recipe.compiler_options or {})
         mesh = self.layout.mesh
-        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else target_of(mesh)
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else chips_of(mesh)
         platform = device.platform if device is not None else ""
         return {**_COMPILER_OPTIONS.get(platform, {}), **given}
 
@@ -369,11 +369,11 @@ def _axis_types_help(error: Exception) -> str:
 
 def require_planned(state: TrainState, planned: TrainState) -> None:
     """Refuses a state of other sizes; while tracing, where it costs a step nothing."""
+    arrays = named_arrays(state)
     wrong = [
-        f"{part}:{path} is {x.dtype}{list(x.shape)}, wanted {want.dtype}{list(want.shape)}"
-        for part in ("model", "optimizer", "ema")
-        for path, want in getattr(planned, part).items()
-        if (x := getattr(state, part)[path]).shape != want.shape or x.dtype != want.dtype
+        f"{show_array(name)} is {x.dtype}{list(x.shape)}, wanted {want.dtype}{list(want.shape)}"
+        for name, want in named_arrays(planned).items()
+        if (x := arrays[name]).shape != want.shape or x.dtype != want.dtype
     ]
     if wrong:
         raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}")

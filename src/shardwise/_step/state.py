@@ -71,3 +71,19 @@ class TrainState:
 @public
 class NotFinite(FloatingPointError):
     """The loss, or the state, became NaN or infinite."""
+
+
+def named_arrays(state: Any) -> dict[str, Any]:
+    """Returns the arrays of a training state by the names that checkpoints store them under."""
+    rows = {"step": state.step}
+    for part in ("model", "optimizer", "ema"):
+        rows |= {f"{part}.{path}": x for path, x in getattr(state, part).items()}
+    return rows
+
+
+def show_array(name: str) -> str:
+    """Returns the path of an array as messages spell it: the model's as its layout does.
+
+    Others keep the part in front: `up.kernel`, `optimizer.0.mu.up.kernel`, `ema.up.kernel`.
+    """
+    return name.removeprefix("model.")

@@ -15,15 +15,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._base import either, public, working
-from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check, named_arrays
+from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check
 from .._layout import Layout
 from .._nnx import Recipe
 from .._place import own_mesh, require_devices
 from .._processes import LostProcess, agreed_steps, known_to_all, naming_lost_process, together
-from .._step import Blueprint, Bound, NotFinite, TrainState, index_bounds, make_blueprint
+from .._step import (
+    Blueprint,
+    Bound,
+    NotFinite,
+    TrainState,
+    index_bounds,
+    make_blueprint,
+    named_arrays,
+    show_array,
+)
 from .datasets import Data, open_batches
 from .fingerprint import program_parts, require_same_run, run_parts
-from .progress import Watch, require_logs
+from .progress import RunLog, require_logs
 from .replicas import Replicas, ReplicasDiffer
 from .stopping import Stopped, Stopping
 from .train import Step, begin, given_arrays
@@ -151,7 +160,7 @@ def fit(
         judge = (
             _Judge(blueprint, evaluate, evaluate_batches, bounds) if evaluate is not None else None
         )
-        watch = Watch(blueprint, steps=steps, first=first, logs=folder, every=log_every, show=show)
+        watch = RunLog(blueprint, steps=steps, first=first, logs=folder, every=log_every, show=show)
         place = folder or (checkpoints.directory if checkpoints else Path.cwd())
         tracer = _Profile(place, watch.warn)
 
@@ -364,7 +373,7 @@ def _finite_arrays(state: TrainState) -> list[str]:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     }
     with own_mesh(state.step.sharding.mesh):
-        return [name for name, digest in digests(arrays)().items() if digest.finite]
+        return [show_array(name) for name, digest in digests(arrays)().items() if digest.finite]
 
 
 def _same_everywhere(mine: bool) -> Any:

@@ -28,7 +28,7 @@ _FLUSH_SECONDS = 10.0  # of TensorBoard's file: each time waits for the disk
 _LATE = 2  # steps: reading a metric waits for its step, so the devices always have work queued
 
 
-class Watch:
+class RunLog:
     """Reads each step's metrics, shows them, and writes them to files.
 
     Args:
@@ -65,7 +65,7 @@ class Watch:
         self._files = _Files(logs, first, self.warn) if logs is not None and first_process else None
         self._bar = _bar(first, steps) if self._show and sys.stderr.isatty() else None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> RunLog:
         """Starts the bar."""
         if self._bar is not None:
             self._bar.start()

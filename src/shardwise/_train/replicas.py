@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._base import public
-from .._checkpoint import named_arrays, words_of
+from .._checkpoint import words_of
 from .._mesh import spec_axes
 from .._place import own_mesh
 from .._processes import odd_ones
-from .._step import TrainState
+from .._step import TrainState, named_arrays, show_array
 
 
 @public
@@ -120,7 +120,7 @@ def _replicated(state: TrainState) -> Mapping[str, jax.Array]:
         sharding: Any = x.sharding
         if x.size and _unused(sharding.spec, sharding.mesh):
             is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            found[name] = jax.random.key_data(x) if is_key else x
+            found[show_array(name)] = jax.random.key_data(x) if is_key else x
     return found
 
 

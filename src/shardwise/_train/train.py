@@ -23,8 +23,10 @@ from .._step import (
     TrainState,
     local_spans,
     make_blueprint,
+    named_arrays,
     require_batch,
     require_integers,
+    show_array,
     whole_rows,
 )
 
@@ -281,8 +283,10 @@ def require_state(state: Any, blueprint: Blueprint) -> None:
     """Refuses what is no state of this blueprint; the first differences are named."""
     if not isinstance(state, TrainState):
         raise ValueError(f"the state is a {type(state).__name__}: sw.train_state makes one")
-    wanted = dict(_named(blueprint.abstract))
-    got = dict(_named(state))
+    wanted, got = (
+        {show_array(name): x for name, x in named_arrays(each).items()}
+        for each in (blueprint.abstract, state)
+    )
     wrong = [f"{name} is missing" for name in wanted if name not in got]
     wrong += [f"{name} is not the recipe's" for name in got if name not in wanted]
     for name in (name for name in wanted if name in got):
@@ -301,12 +305,6 @@ def require_state(state: Any, blueprint: Blueprint) -> None:
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}{more}")
-
-
-def _named(state: TrainState) -> list[tuple[str, Any]]:
-    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-    rows = [(f"{part}:{path}", x) for part, tree in parts.items() for path, x in tree.items()]
-    return [("step", state.step), *rows]
 
 
 def _local_shape(leaf: Any) -> tuple[int, ...]:

@@ -198,7 +198,7 @@ def _plan_json(known: Plan, compile: bool) -> dict[str, Any]:
         "fits": known.fits,
         "mesh": known.mesh,
         "axes": show_mesh(made.mesh),
-        "target": alone.target or None,
+        "chips": alone.chips or None,
         "capacity_bytes": alone.capacity,
         "total_bytes": made.total_bytes,
         "bytes_per_device": made.bytes_per_device,

@@ -253,7 +253,7 @@ def _saved(path: str) -> Plan:
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     # Only a compilation says for which devices it is.
-    if isinstance(content, dict) and "target" in content:
+    if isinstance(content, dict) and {"chips", "target"} & content.keys():
         return Plan(None, load_compiled(path))
     if content is not None and not (isinstance(content, dict) and "format" in content):
         raise ValueError(

@@ -24,7 +24,7 @@ class Source:
         module: the path of the module that was being called, or an empty one.
         place: `file.py:12` of the user's line, or an empty one.
         backward: whether it is of the backward pass.
-        leaf: the leaf of the state that it was made of alone, such as `embed` or `optimizer:0.mu.embed`, or nothing.
+        leaf: the leaf of the state that it was made of alone, such as `embed` or `optimizer.0.mu.embed`, or nothing.
     """
 
     op: str
@@ -161,5 +161,5 @@ def _leaf_name(op_name: str) -> str:
     """Returns `embed` for JAX's `state.model['embed']`."""
     found = re.fullmatch(r"state\.(\w+)\[['\"](.*)['\"]\]", op_name)
     if found:
-        return found[2] if found[1] == "model" else f"{found[1]}:{found[2]}"
+        return found[2] if found[1] == "model" else f"{found[1]}.{found[2]}"
     return op_name if op_name.startswith(("state.", "batch")) else ""

@@ -35,7 +35,7 @@ class Collective:
         devices: how many take part in one of its groups.
         shape: of the largest operand on one device, such as `bf16[256,512]`.
         arrays: how many arrays it moves at once.
-        bytes: that one device sends each time, under the ring model.
+        sent_bytes: what one device sends each time, under the ring model.
         times: how often a step runs it.
         source: what it came from.
     """
@@ -45,14 +45,14 @@ class Collective:
     devices: int
     shape: str
     arrays: int
-    bytes: int
+    sent_bytes: int
     times: int
     source: Source
 
     @property
-    def step_bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes that one device sends in a step."""
-        return self.bytes * self.times
+        return self.sent_bytes * self.times
 
 
 def collectives(
@@ -84,7 +84,7 @@ def collectives(
                 devices=members,
                 shape=str(max(operands, key=lambda shape: shape.nbytes)),
                 arrays=len(operands),
-                bytes=sent_bytes(_KINDS[kind], total, members),
+                sent_bytes=sent_bytes(_KINDS[kind], total, members),
                 times=times,
                 source=dataclasses.replace(source, leaf=leaf),
             )
@@ -198,5 +198,5 @@ def by_axis(rows: Sequence[Collective]) -> dict[str, dict[str, tuple[int, int]]]
     for row in rows:
         kinds = table.setdefault(",".join(row.axes), {})
         count, sent = kinds.get(row.kind, (0, 0))
-        kinds[row.kind] = (count + row.times, sent + row.step_bytes)
+        kinds[row.kind] = (count + row.times, sent + row.total_bytes)
     return table

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from ..._chips import Target
+from ..._chips import Chips
 
 _REGISTERS = 65536
 
 
-def target_config(target: Target) -> str:
-    """Returns a text-format `GpuTargetConfigProto` for the GPUs of `target`.
+def target_config(chips: Chips) -> str:
+    """Returns a text-format `GpuTargetConfigProto` for the GPUs of `chips`.
 
     It has what a datasheet has; which of its fields the installed compiler knows, the compiler
     itself is asked: see `_compile_worker`.
     """
-    chip, gpu = target.chip, target.chip.gpu
+    chip, gpu = chips.chip, chips.chip.gpu
     assert gpu is not None
     major, minor = gpu.capability
     # Kernels for one architecture alone, as the compiler picks on a real one from Hopper on.

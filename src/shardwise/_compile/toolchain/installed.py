@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 
 from ..._base import option
-from ..._chips import Target
+from ..._chips import Chips
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ def find_compiler(platform: str) -> Compiler:
     return _tpu() if platform == "tpu" else _gpu()
 
 
-def require_compiler(target: Target) -> Compiler:
-    """Returns the compiler for a target.
+def require_compiler(chips: Chips) -> Compiler:
+    """Returns the compiler for a chips.
 
     Raises:
         ValueError: it is not installed, or not of the right version.
     """
-    found = find_compiler(target.platform)
+    found = find_compiler(chips.platform)
     if found.problem:
-        raise ValueError(f"{option('on', str(target))} {found.problem}")
+        raise ValueError(f"{option('on', str(chips))} {found.problem}")
     return found
 
 

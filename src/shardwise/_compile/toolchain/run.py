@@ -23,7 +23,7 @@ from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from ..._base import option, public, undone, working
-from ..._chips import Target
+from ..._chips import Chips
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
 from .installed import require_compiler
@@ -90,7 +90,7 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
 
 def compile_absent(
     module: bytes,
-    target: Target | None,
+    chips: Chips | None,
     mesh: Mapping[str, int],
     options: Mapping[str, Any],
     same: str,
@@ -101,7 +101,7 @@ def compile_absent(
 
     Args:
         module: StableHLO, as bytecode.
-        target: the chips; None for as many CPU devices, which need not be here either.
+        chips: the chips; None for as many CPU devices, which need not be here either.
         mesh: the sizes of the mesh's axes, in order.
         options: of XLA, by name.
         same: a text that is the same for the same program, by which it is remembered.
@@ -111,10 +111,10 @@ def compile_absent(
         ValueError: the compiler is not installed.
         CompileError: it refused the topology, or the program for another reason than memory.
     """
-    request = {**_topology(target), "mesh": list(mesh.values()), "options": dict(options)}
+    request = {**_topology(chips), "mesh": list(mesh.values()), "options": dict(options)}
     versions = {"jax": jax.__version__}
-    if target is not None:
-        versions |= require_compiler(target).versions
+    if chips is not None:
+        versions |= require_compiler(chips).versions
     worker = _WORKER.read_text()
     digest = hashlib.sha256(same.encode())
     told = [FORMAT, request, versions, worker]
@@ -133,10 +133,10 @@ def compile_absent(
             json.dumps({**request, "module": str(folder / "module")}, default=str)
         )
         start = time.monotonic()
-        words = f"compiling for {math.prod(mesh.values())} devices of {target or 'the CPU'}"
+        words = f"compiling for {math.prod(mesh.values())} devices of {chips or 'the CPU'}"
         code, noise = _run(folder, words if show else "")
         seconds = time.monotonic() - start
-        result = _result(folder, code, noise, target)
+        result = _result(folder, code, noise, chips)
         hlo = folder / "hlo.txt"
         program = Program(
             hlo=hlo.read_text() if hlo.exists() else "",
@@ -148,37 +148,37 @@ def compile_absent(
         )
         if not (program.hlo or program.refused):
             raise CompileError(
-                f"the compiler for {target or 'the CPU'} gave no program, and no reason: see whether "
+                f"the compiler for {chips or 'the CPU'} gave no program, and no reason: see whether "
                 f"{tempfile.gettempdir()} has room"
             )
     _keep(key, program, show)
     return program
 
 
-def _topology(target: Target | None) -> dict[str, Any]:
+def _topology(chips: Chips | None) -> dict[str, Any]:
     """Returns what the worker must know of the chips."""
-    if target is None:
+    if chips is None:
         return {"platform": "cpu"}
     options: dict[str, Any] = {}
     request: dict[str, Any] = {
-        "platform": target.platform,
-        "topology": str(target),
+        "platform": chips.platform,
+        "topology": str(chips),
         "topology_options": options,
     }
-    if target.platform == "gpu":
-        hosts, gpus = target.topology
+    if chips.platform == "gpu":
+        hosts, gpus = chips.topology
         # As on real hosts, where each is a domain of NVLink by itself.
-        request |= {"topology": f"{hosts}x1x{gpus}", "target_config": target_config(target)}
-    elif target.chip.name == "v4":
+        request |= {"topology": f"{hosts}x1x{gpus}", "target_config": target_config(chips)}
+    elif chips.chip.name == "v4":
         # As in the cloud, where the two cores of a chip are one device.
         options["chip_config_name"] = "megacore"
-    if target.platform == "tpu" and math.prod(target.topology) <= 2:
+    if chips.platform == "tpu" and math.prod(chips.topology) <= 2:
         # Less than a whole host, which older versions must be told.
-        options["chips_per_host_bounds"] = (*target.topology, 1)[:3]
+        options["chips_per_host_bounds"] = (*chips.topology, 1)[:3]
     return request
 
 
-def absent_mesh(target: Target, mesh: AbstractMesh) -> Mesh:
+def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
     """Returns a mesh of compile-only devices in this very process.
 
     For programs that are partitioned by Python functions, such as cuDNN's attention: those
@@ -187,15 +187,15 @@ def absent_mesh(target: Target, mesh: AbstractMesh) -> Mesh:
     Raises:
         ValueError: the compiler is not installed, or does not know the topology.
     """
-    require_compiler(target)
+    require_compiler(chips)
     with captured_stderr() as noise:
         jax.devices("cpu")  # the backends are started, and with them the plugins found
         try:
-            devices = topology_devices(_topology(target))
+            devices = topology_devices(_topology(chips))
             ordered = arranged(devices, list(mesh.shape.values()))
         except Exception as error:
             raise CompileError(
-                f"{option('on', str(target))} is not a topology that the compiler of {target.chip.name} "
+                f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} "
                 f"knows: {_first(error)}"
             ) from error
     del noise
@@ -235,15 +235,15 @@ def _kill(process: subprocess.Popen[Any]) -> None:
         os.waitpid(process.pid, 0)
 
 
-def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[str, Any]:
+def _result(folder: Path, code: int, noise: str, chips: Chips | None) -> dict[str, Any]:
     """Returns what the worker wrote, or raises what it says in one sentence."""
     path = folder / "result.json"
     result = {}
     with contextlib.suppress(OSError, ValueError):  # none, or cut short
         result = json.loads(path.read_text())
-    if "topology_error" in result and target is not None:
+    if "topology_error" in result and chips is not None:
         raise CompileError(
-            f"{option('on', str(target))} is not a topology that the compiler of {target.chip.name} knows: "
+            f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} knows: "
             f"{_first(result['topology_error'])}"
         )
     if "error" in result and "RESOURCE_EXHAUSTED" not in result["error"]:
@@ -253,7 +253,7 @@ def _result(folder: Path, code: int, noise: str, target: Target | None) -> dict[
         why = fatal[0].partition("] ")[2] or fatal[0] if fatal else noise.strip()[-300:]
         ended = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
         raise CompileError(
-            f"the compiler for {option('on', str(target))} {ended}: {why or 'no word'}"
+            f"the compiler for {option('on', str(chips))} {ended}: {why or 'no word'}"
         )
     return result
 

@@ -24,7 +24,7 @@ function showMesh(element, side, pickLeaf) {
     rows.set(side.leaves);
   };
   element.replaceChildren(
-    make("h2", { id: "mesh-title" }, `The mesh: ${axes}${side.target ? ` on ${side.target}` : ""}`),
+    make("h2", { id: "mesh-title" }, `The mesh: ${axes}${side.chips ? ` on ${side.chips}` : ""}`),
     make("p", { class: "faint" }, "Every device is a cell, in the mesh's order. Choose one to see what it holds."),
     make("div", { class: "columns" }, make("div", { class: "scroll" }, grid.element), make("div", {}, title, list)));
   show();
