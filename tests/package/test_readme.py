@@ -39,5 +39,14 @@ def test_both_sides_of_the_diff_place_the_same_kernels():
         np.testing.assert_array_equal(before, after)
 
 
+def test_it_has_the_two_commands_that_ci_runs():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    commands = [line for line in lines if line.startswith("python3 -m venv")]
+    assert [command.split(".venv/bin/")[-1] for command in commands] == [
+        "shardwise demo",
+        "pytest -n 2",
+    ]
+
+
 def test_it_is_read_in_four_minutes():
     assert len(README.read_text(encoding="utf-8").split()) < 1200
