@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..._chips import Chips
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
 from .installed import require_compiler
+from .noise import compiler_noise, start_backends
 from .worker import alive_at_peak, arranged, compiled, memory_stats, topology_devices, with_dump
 
 _WORKER = Path(__file__).with_name("worker.py")
@@ -71,7 +72,7 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
     """
     start, refused, done = time.monotonic(), "", None
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    with captured_stderr() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    with compiler_noise() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         dump = Path(folder, "dump")
         try:
             done = compiled(module, list(mesh.devices.flat), with_dump(dict(options), dump))
@@ -187,8 +188,8 @@ def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
         ValueError: the compiler is not installed, or does not know the topology.
     """
     require_compiler(chips)
-    with captured_stderr() as noise:
-        jax.devices("cpu")  # the backends are started, and with them the plugins found
+    start_backends()  # and with them the plugins are found
+    with compiler_noise():
         try:
             devices = topology_devices(_topology(chips))
             ordered = arranged(devices, list(mesh.shape.values()))
@@ -197,7 +198,6 @@ def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
                 f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} "
                 f"knows: {_first(error)}"
             ) from error
-    del noise
     shaped = np.array(ordered).reshape(tuple(mesh.shape.values()))
     return Mesh(shaped, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -289,26 +289,3 @@ def _keep(key: str, program: Program, show: bool) -> None:
             f"{problem} (SHARDWISE_CACHE names another folder)",
             file=sys.stderr,
         )
-
-
-@contextlib.contextmanager
-def captured_stderr() -> Iterator[Any]:
-    """Keeps what compilers print past Python's own stderr; yields a function that returns it."""
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        text: list[str] = []
-
-        def noise() -> str:
-            if not text:
-                file.seek(0)
-                text.append(file.read().decode(errors="replace"))
-            return text[0]
-
-        try:
-            yield noise
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-            noise()
