@@ -26,7 +26,7 @@ from ..._base import option, undone, working
 from ..._chips import Chips
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
-from .installed import require_compiler
+from .installed import require_compiler, version_of
 from .noise import compiler_noise, start_backends
 from .worker import alive_at_peak, arranged, compiled, memory_stats, topology_devices, with_dump
 
@@ -112,7 +112,7 @@ def compile_absent(
         CompileError: it refused the topology, or the program for another reason than memory.
     """
     request = {**_topology(chips), "mesh": list(mesh.values()), "options": dict(options)}
-    versions = {"jax": jax.__version__}
+    versions = {name: version_of(name) for name in ("shardwise", "jax", "jaxlib")}
     if chips is not None:
         versions |= require_compiler(chips).versions
     worker = _WORKER.read_text()
@@ -262,18 +262,27 @@ def _first(error: Any) -> str:
     return lines[0][:500] if lines else type(error).__name__
 
 
+# What a kept program is made of; one of other names or types is another version's.
+_FIELDS = {"hlo": str, "stats": dict, "refused": str, "noise": str, "seconds": float}
+_KINDS = ({**_FIELDS, "alive": list}, {**_FIELDS, "alive": type(None)})
+
 _said: set[str] = set()  # the folders that a note was printed of
 
 
 def _kept(key: str) -> Program | None:
     """Returns the program that was kept under `key`, if it is as a compiler made it."""
     found = read_entry(cache_folder(), key)
-    try:
-        program = Program(**found, cached=True) if found is not None else None
-    except TypeError:
+    if found is None or {name: type(value) for name, value in found.items()} not in _KINDS:
+        return None
+    stats, alive = found["stats"], found["alive"]
+    if not all(type(size) is int for size in stats.values()):
+        return None
+    if not all(
+        isinstance(row, list) and [*map(type, row)] == [str, str, int] for row in alive or ()
+    ):
         return None
     # No compiler ends without a program and without a word of why.
-    return program if program and (program.hlo or program.refused) else None
+    return Program(**found, cached=True) if found["hlo"] or found["refused"] else None
 
 
 def _keep(key: str, program: Program, show: bool) -> None:
