@@ -164,11 +164,13 @@ def _parse_tree(tree: Any, text: str) -> Any:
 
 def _parse_array(written: str, text: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*)?)\]\s*", written, re.ASCII)
+    wrong = ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}")
+    if match is None:
+        raise wrong
     try:
-        assert match is not None
         dtype = jnp.dtype(match[1])
-    except (AssertionError, TypeError):
-        raise ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}") from None
+    except TypeError:
+        raise wrong from None
     sizes = [size.strip() for size in match[2].split(",") if size.strip()]
     if any(len(size) > 12 for size in sizes) or math.prod(map(int, sizes)) >= 2**53:
         raise ValueError(f"--inputs {text!r} has {written.strip()!r}: no array is that large")
@@ -187,7 +189,8 @@ def _load_file(place: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"target file {place} is no Python module: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
