@@ -278,13 +278,12 @@ def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | Non
 
 
 def _make_mesh(mesh: str, on: str) -> Any:
-    from .._compile import captured_stderr
+    from .._compile import start_backends
     from .._mesh import mesh as make_mesh
 
     if on == "here":
-        # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
-        with captured_stderr():
-            return make_mesh(mesh)
+        start_backends()
+        return make_mesh(mesh)
     return make_mesh(mesh, on=on)
 
 
