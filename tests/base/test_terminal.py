@@ -19,9 +19,11 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise import _cli, _cli_complete, _terminal
+from shardwise import _cli
+from shardwise._base import terminal as _terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
+from shardwise._cli import complete as _cli_complete
 from shardwise._cli.bars import bar
 from shardwise._cli.tree import tree_text
 from shardwise._compile.compiled import Part
@@ -457,12 +459,12 @@ def test_version(run):
 # --- small things ---------------------------------------------------------------------------------
 
 
-def test_a_chip_that_is_not_known_is_told_in_the_shell_s_words(run):
+def test_an_unknown_chip_is_reported_in_terms_of_options(run):
     _, _, err = run("plan", "model.py:make", "--mesh", "data=8", "--on", "h1000:8")
     assert err == (
-        "shardwise: --on h1000:8 names no chip that is known (near ones: h100, h200): use here (the "
-        "devices that are here), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, "
-        "h200, b200 with its topology, such as 'v5p:4x8x8'\n"
+        "shardwise: --on h1000:8 does not name a known chip (did you mean h100 or h200?): use here "
+        "(the devices of this machine), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, "
+        "h100, h200, b200 with its topology, such as 'v5p:4x8x8'\n"
     )
 
 

@@ -212,7 +212,7 @@ POSITIVE = {
         lambda: check(mlp, "data=2,model=4", {"up.kernel": P("model", ("data", "model"))}),
         "up.kernel",
         "axis 'model' is used 2 times, for dim 0 and dim 1",
-        "an axis splits one dim once: drop all but one of them",
+        "each axis may be used only once: keep one use and drop the others",
     ),
     "SW103": (
         lambda: check(mlp, "model=4", {"up.kernel": P(None, None, "model")}),
@@ -259,8 +259,8 @@ POSITIVE = {
     "SW109": (
         lambda: check(linear(names=("data", "mlp")), "data=2,model=4"),
         "kernel",
-        "name 'mlp' of the annotation resolves to no axis of the mesh (data, model)",
-        "say where it goes: sw.layout(..., logical={'mlp': 'model'}), "
+        "name 'mlp' in the annotation does not resolve to an axis of the mesh (data, model)",
+        "map it to an axis: sw.layout(..., logical={'mlp': 'model'}), "
         "or {'mlp': None} to replicate it",
     ),
     "SW110": (  # flax#5112
@@ -443,7 +443,7 @@ def test_not_found(code):
 
 def test_sw104_says_what_to_pad_when_no_order_divides():
     found = only(check(linear(6, 10), "model=4", {"kernel": COLUMN}), "SW104")
-    assert found.help.startswith("no order of these axes divides (6, 10); pad dim 1 to 12, ")
+    assert found.help.startswith("no arrangement of these axes divides (6, 10); pad dim 1 to 12, ")
 
 
 class EmbedAndHead(nnx.Module):

@@ -106,7 +106,7 @@ REFUSED = {
     "pattern's type": (lambda: lay(mlp, {3: ROW}), f"3 {STEPS}"),
     "pattern's spec": (lambda: lay(mlp, {"**": "model"}), f"pattern '**' gave 'model', which is a str: {SPEC}"),
     "function": (lambda: lay(mlp, lambda leaf: ("model",)), f"rule '<lambda>' at 'down.bias' gave ('model',), which is a tuple: {SPEC}"),
-    "entry": (lambda: lay(mlp, lambda leaf: P(3)), "rule '<lambda>' at 'down.bias' gave P(3), whose entry 3 is neither None, an axis name, nor a tuple of axis names"),
+    "entry": (lambda: lay(mlp, lambda leaf: P(3)), "rule '<lambda>' at 'down.bias' gave P(3), whose entry 3 is not None, an axis name, or a tuple of axis names"),
     "by_rank": (lambda: sw.by_rank([P()]), "by_rank takes {rank: spec}, got a list"),
     "by_rank's rank": (lambda: sw.by_rank({"2": P()}), "by_rank has the rank '2': ranks are numbers of dims, 0 and up"),
     "by_rank's spec": (lambda: sw.by_rank({2: "model"}), f"by_rank({{2: ...}}) gave 'model', which is a str: {SPEC}"),

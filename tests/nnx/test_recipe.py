@@ -417,37 +417,40 @@ def test_losses_that_are_refused(case):
 RECIPES = {
     "model": (
         {"model": Mlp(nnx.Rngs(0))},
-        "model is a function of no arguments that returns an nnx.Module, got a Mlp",
+        "model must be a function of no arguments that returns an nnx.Module, got a Mlp",
     ),
-    "loss": ({"loss": 3}, "loss is a function of a model and a batch, got a int"),
-    "optimizer": ({"optimizer": 0.1}, "optimizer is an optax transformation, got a float"),
+    "loss": ({"loss": 3}, "loss must be a function of a model and a batch, got a int"),
+    "optimizer": ({"optimizer": 0.1}, "optimizer must be an optax transformation, got a float"),
     "batch": ({"batch": {"x": (8, 16)}}, "batch['x'][0] is 8: use jax.ShapeDtypeStruct"),
-    "no-parts": ({"accumulate": 0}, "accumulates over 1 part or more, got 0"),
-    "bool-parts": ({"accumulate": True}, "accumulates over 1 part or more, got True"),
+    "no-parts": ({"accumulate": 0}, "accumulate must be a positive integer, got 0"),
+    "bool-parts": ({"accumulate": True}, "accumulate must be a positive integer, got True"),
     "parts": (
         {"accumulate": 3},
-        "accumulate=3 cannot cut batch['x'] of shape (16, 16): dim 0 (size 16) does not divide",
+        "accumulate=3 cannot split batch['x'] of shape (16, 16): dim 0 (size 16) is not divisible",
     ),
-    "clip": ({"clip": 0}, "clips gradients to a positive norm, got 0"),
-    "clip-nan": ({"clip": float("nan")}, "clips gradients to a positive norm, got nan"),
-    "clip-text": ({"clip": "1"}, "clips gradients to a positive norm, got '1'"),
-    "ema": ({"ema": 1.0}, "ema is a decay from 0 to below 1, such as 0.999, got 1.0"),
-    "ema-text": ({"ema": "0.9"}, "ema is a decay from 0 to below 1, such as 0.999, got '0.9'"),
-    "rngs": ({"rngs": nnx.Rngs(0)}, "rngs is a seed, a number, got Rngs"),
+    "clip": ({"clip": 0}, "clip must be a positive norm, got 0"),
+    "clip-nan": ({"clip": float("nan")}, "clip must be a positive norm, got nan"),
+    "clip-text": ({"clip": "1"}, "clip must be a positive norm, got '1'"),
+    "ema": ({"ema": 1.0}, "ema must be a decay of at least 0 and below 1, such as 0.999, got 1.0"),
+    "ema-text": (
+        {"ema": "0.9"},
+        "ema must be a decay of at least 0 and below 1, such as 0.999, got '0.9'",
+    ),
+    "rngs": ({"rngs": nnx.Rngs(0)}, "rngs must be an integer seed, got Rngs"),
     "dtype": (
         {"compute_dtype": "int8"},
-        "compute_dtype is a floating one, such as 'bfloat16', got 'int8'",
+        "compute_dtype must be a floating-point dtype, such as 'bfloat16', got 'int8'",
     ),
-    "no-dtype": ({"compute_dtype": "float17"}, "compute_dtype is a floating one"),
+    "no-dtype": ({"compute_dtype": "float17"}, "compute_dtype must be a floating-point dtype"),
     "policy": (
         {"remat": "dots"},
-        "remat='dots' is no policy without arguments of jax.checkpoint_policies: they are checkpoint_dots",
+        "remat='dots' is not a policy of jax.checkpoint_policies that takes no arguments: use checkpoint_dots",
     ),
     "needs-arguments": (
         {"remat": "save_only_these_names"},
-        "others are given themselves, such as jax.checkpoint_policies.save_only",
+        "or pass a policy object, such as jax.checkpoint_policies.save_only",
     ),
-    "module-policy": ({"remat": {"up": "all"}}, "remat='all' is no policy"),
+    "module-policy": ({"remat": {"up": "all"}}, "remat='all' is not a policy"),
 }
 
 

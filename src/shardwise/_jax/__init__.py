@@ -1,4 +1,4 @@
-"""What every walk over a traced program needs, and the one place for what JAX may move."""
+"""Helpers for walking jaxprs, and the one place for APIs of JAX that may move."""
 
 from .jaxpr import call_jaxpr as call_jaxpr
 from .jaxpr import cut_jaxpr as cut_jaxpr

@@ -1,4 +1,4 @@
-"""What a user brings, a model or a recipe, as abstract state and leaves with paths."""
+"""The user's model or recipe, as abstract state and as leaves with paths."""
 
 from .abstract import AbstractModel as AbstractModel
 from .abstract import Model as Model
