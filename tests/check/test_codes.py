@@ -233,21 +233,21 @@ POSITIVE = {
     "SW105": (
         lambda: check(lambda: nnx.Embed(4096, 256, rngs=rngs()), "data=4,model=2"),
         "embedding",
-        "4.0 MiB replicated on all 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of copies",
-        "P('data', 'model') would leave 512.0 KiB on each; allow={'SW105': 'embedding'} if "
+        "4.0 MiB replicated on all 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of extra copies",
+        "P('data', 'model') would leave 512.0 KiB on each device; allow={'SW105': 'embedding'} if "
         "replication is intentional",
     ),
     "SW106": (
         lambda: check(mlp, "model=4", {"**.kernel": COLUMN, "down.bias": ROW}),
         "up.bias",
-        "it is P(), but is added to the output of up.kernel, which is split P('model')",
-        "give it P('model')",
+        "its spec is P(), but it is added to the output of up.kernel, which is split P('model')",
+        "use P('model')",
     ),
     "SW107": (
         lambda: check(mlp, "model=4", {"**.kernel": ROW, "upp.kernel": ROW}),
         "upp.kernel",
         "this pattern matches no leaf",
-        "the nearest path is up.kernel",
+        "the closest path is up.kernel",
     ),
     "SW108": (
         lambda: check(mlp, "model=4", {"**.kernel": ROW, "up.*": COLUMN, "up.bias": COLUMN}),
@@ -266,39 +266,39 @@ POSITIVE = {
     "SW110": (  # flax#5112
         lambda: check(stack((None, "model")), "model=4"),
         "kernel",
-        "the annotation has 2 entries for 3 dims: it lost the stacked dim 0 (size 3) and is off "
+        "the annotation has 2 entries for 3 dims: it lacks the stacked dim 0 (size 3) and is off "
         "by 1",
-        "give nnx.vmap or nnx.scan transform_metadata={nnx.PARTITION_NAME: None}, "
+        "pass transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap or nnx.scan, "
         "or annotate P(None, None, 'model')",
     ),
     "SW111": (
         lambda: check(mlp, "seq=2,model=4", {"**.kernel": ROW}),
         "seq",
-        "axis 'seq' of size 2 splits no leaf: every leaf has 2 copies along it",
-        "give it a rule, or fold it into another axis",
+        "no leaf is split over axis 'seq' of size 2: each has 2 copies along it",
+        "add a rule that uses it, or merge it into another axis",
     ),
     "SW112": (
         lambda: check(mlp, "model=4", {"**.kernel": ROW}, allow={"SW105": "embed.**"}),
         "embed.**",
-        "no SW105 was found there",
-        "drop the allowance",
+        "SW105 is allowed here but not found",
+        "remove the allowance",
     ),
     "SW201": (
         lambda: audit(linear(), linear(), {"kernel": P("data")}),
         "kernel",
-        "planned P('data'), lies P() on data=8: 512 B instead of 64 B, 448 B more on each device",
+        "planned P('data'), but is P() on data=8: 512 B instead of 64 B, 448 B more on each device",
         "place it with sw.shard(model, layout)",
     ),
     "SW202": (
         lambda: audit(linear(bias=True), linear()),
         "bias",
-        "the layout has this leaf of 64 B, the model has not",
+        "the layout has this leaf of 64 B, but the model does not",
         "make the layout again from this model",
     ),
     "SW203": (
         lambda: audit(linear(), linear(bias=True)),
         "bias",
-        "the model has this leaf of 64 B, the layout has not",
+        "the model has this leaf of 64 B, but the layout does not",
         "make the layout again from this model",
     ),
     "SW204": (
@@ -456,13 +456,13 @@ def test_sw105_share_and_bytes_are_those_of_real_arrays():
     # keras-hub#2806: the pattern misses the embedding after a rename.
     layout = sw.layout(EmbedAndHead, cpu("data=8"), {"head.kernel": P(None, "data")})
     found = only(sw.check(layout), "SW105")
-    assert found.message.endswith("66.7% of the model's 6.0 MiB, and 28.0 MiB of copies")
+    assert found.message.endswith("66.7% of the model's 6.0 MiB, and 28.0 MiB of extra copies")
     assert "66.7%25 of the model's" in found.github
     embedding = sw.init(EmbedAndHead, layout).embed.embedding
     held = [shard.data.nbytes for shard in embedding.addressable_shards]
     assert sum(held) - embedding.nbytes == 28 * 2**20
     helped = {"head.kernel": P(None, "data"), "embed.embedding": P("data")}
-    assert found.help.startswith("P('data') would leave 512.0 KiB on each")
+    assert found.help.startswith("P('data') would leave 512.0 KiB on each device")
     model = sw.init(EmbedAndHead, sw.layout(EmbedAndHead, cpu("data=8"), helped))
     assert {s.data.nbytes for s in model.embed.embedding.addressable_shards} == {512 * 2**10}
 
@@ -492,11 +492,11 @@ def test_sw105_sums_up_what_is_small(rules, how):
     found = only(check(Small, "data=8", rules), "SW105")
     assert found.path == "**"
     assert found.message == (
-        "49 small leaves replicated, 6.5 MiB in all: 100.0% of the 6.5 MiB on each of 8 devices"
+        "49 small replicated leaves, 6.5 MiB in total: 100.0% of the 6.5 MiB on each of 8 devices"
     )
     assert found.context == f"mesh data=8  the largest: {LARGEST}"
     assert found.help == (
-        f"{how} would leave 835.0 KiB on each; allow={{'SW105': '**'}} or their paths if "
+        f"{how} would leave 835.0 KiB on each device; allow={{'SW105': '**'}} or their paths if "
         f"replication is intentional"
     )
     helped = sw.layout(Small, sw.mesh("data=8", on="none"), sw.fsdp("data", min_bytes=0))
@@ -510,7 +510,7 @@ def test_sw105_of_many_small_leaves_is_allowed_by_their_paths():
     assert not found and len(found.allowed) == 24
     found = check(Small, "data=8", allow={"SW105": ["embed.*", "head.*"]})
     assert [(f.code, f.path) for f in found] == [("SW105", "**"), ("SW112", "head.*")]
-    assert found[0].message.startswith("48 small leaves replicated, 6.0 MiB in all")
+    assert found[0].message.startswith("48 small replicated leaves, 6.0 MiB in total")
 
 
 def test_sw105_leaves_alone_what_was_left_as_small():
@@ -529,22 +529,22 @@ def test_sw105_leaves_alone_what_was_left_as_small():
 PADDED = {
     "a vocabulary": (
         (50257, 250), "data=8", "fsdp",
-        "47.9 MiB replicated on all 8 devices: 100.0% of the model's 47.9 MiB, and 335.5 MiB of copies; no free dim divides 8 ways over axis 'data'",
+        "47.9 MiB replicated on all 8 devices: 100.0% of the model's 47.9 MiB, and 335.5 MiB of extra copies; no free dim is divisible by 8, the size of axis 'data'",
         "pad dim 0 from 50257 to 50304, a multiple of 128, or use an axis whose size divides a dim",
     ),
     "split by one axis already": (
         (50257, 1024), "data=32,model=4", [{"**": P(None, "model")}, sw.fsdp("data")],
-        "49.1 MiB on each of 128 devices, every shard on 32 of them: 100.0% of the model's 196.3 MiB, and 5.9 GiB of copies; no free dim divides 32 ways over axis 'data'",
+        "49.1 MiB on each of 128 devices, every shard on 32 of them: 100.0% of the model's 196.3 MiB, and 5.9 GiB of extra copies; no free dim is divisible by 32, the size of axis 'data'",
         "pad dim 0 from 50257 to 50304, a multiple of 128, or use an axis whose size divides a dim",
     ),
     "small dims": (
         (700, 700), "data=64", "fsdp",
-        "1.9 MiB replicated on all 64 devices: 100.0% of the model's 1.9 MiB, and 117.8 MiB of copies; no free dim divides 64 ways over axis 'data'",
+        "1.9 MiB replicated on all 64 devices: 100.0% of the model's 1.9 MiB, and 117.8 MiB of extra copies; no free dim is divisible by 64, the size of axis 'data'",
         "pad dim 0 from 700 to 704, or use an axis whose size divides a dim",
     ),
     "too many devices": (
         (300, 1000), "data=4096", None,
-        "1.1 MiB replicated on all 4096 devices: 100.0% of the model's 1.1 MiB, and 4.6 GiB of copies; no free dim divides 4096 ways over axis 'data'",
+        "1.1 MiB replicated on all 4096 devices: 100.0% of the model's 1.1 MiB, and 4.6 GiB of extra copies; no free dim is divisible by 4096, the size of axis 'data'",
         "use an axis of size 8, which divides dim 1 (size 1000)",
     ),
 }  # fmt: skip
@@ -591,7 +591,7 @@ def test_sw106_is_silent(rules):
 def test_sw106_of_stacked_layers_leaves_the_stack_whole():
     make = stack((None, "model"), bias=True)
     found = only(check(make, "model=4", {"kernel": P(None, None, "model")}), "SW106")
-    assert found.help == "give it P(None, 'model')"
+    assert found.help == "use P(None, 'model')"
 
 
 def test_sw109_is_told_from_sw101():
@@ -683,7 +683,7 @@ def test_findings_alike_print_as_one():
         "  dim 1 (size 30) cannot be split 4 ways over axis 'model'\n"
         "  shape (16, 30)  spec P(None, 'model')  mesh model=4\n"
         "  help: P('model', None) divides evenly\n"
-        "  and 3 more alike, to blocks.3.mlp.up.kernel\n"
+        "  and 3 more like it, up to blocks.3.mlp.up.kernel\n"
         "4 errors, 0 warnings"
     )
 
@@ -724,7 +724,7 @@ def test_allowances(allow, kept, allowed):
 
 def test_an_allowance_of_no_code_is_refused():
     with pytest.raises(
-        ValueError, match="allow names 'SW999', which is no code: nearest are SW109"
+        ValueError, match="allow names 'SW999', an unknown code: the closest are SW109"
     ):
         check(linear(), "data=2", allow={"SW999": "**"})
 
@@ -741,7 +741,7 @@ def test_sw201_weighs_real_shards():
     assert "512 B instead of 64 B, 448 B more on each device" in found.message
     assert found.context == "shape (8, 16)  planned shard (1, 16)  live shard (8, 16)"
     (found,) = sw.audit(layout, linear()())
-    assert "planned P('data'), lies on 1 device, as SingleDeviceSharding: " in found.message
+    assert "planned P('data'), but is on 1 device, as SingleDeviceSharding: " in found.message
 
 
 @pytest.mark.parametrize("as_state", [True, False], ids=["state", "model"])
@@ -760,7 +760,7 @@ def test_sw201_of_another_mesh():
     mesh = cpu("data=2,model=4")
     (found,) = sw.audit(sw.layout(linear(), mesh, {"kernel": COLUMN}), model)
     assert found.message == (
-        "planned P(None, 'model'), lies P(None, 'x') on x=8: "
+        "planned P(None, 'model'), but is P(None, 'x') on x=8: "
         "64 B instead of 128 B, 64 B less on each device"
     )
     alike = sw.layout(linear(), mesh, {"kernel": P(None, ("data", "model"))})

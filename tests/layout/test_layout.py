@@ -190,7 +190,7 @@ def test_stacked_dims_are_known_and_never_split(case):  # flax#5112
     entries = list(ranked["kernel"].spec) + [None]
     assert [entries.pop(dim) for dim in reversed(stacked)] == [None] * len(stacked)
     assert entries[:2] == ["data", "model"] and not sw.check(ranked)
-    told = f"by_rank: a leaf of 2 dims, and {len(stacked)} of stacked layers"
+    told = f"by_rank: a leaf of 2 dims, plus {len(stacked)} of stacked layers"
     assert ranked["kernel"].reason == told
 
 
@@ -225,12 +225,12 @@ kernel  float32[8,16]  Param  on data=2,model=4
         """\
 kernel  float32[8,16]  Param  on data=2,model=4
   spec P('model', 'data')  shard [2,8]  64 B of 512 B on each device  copies 1
-  decided by patterns: path matches 'kernel'; then fsdp('data'): dim 1 (size 16) is the largest free dim that divides 2 ways
+  decided by patterns: path matches 'kernel'; then fsdp('data'): dim 1 (size 16) is the largest free dim divisible by 2
   considered, in order:
     patterns: P('model') - path matches 'kernel'
       'kernel' says P('model')
       '**.kernel' says P(None, 'model')
-    fsdp('data'): P('model', 'data') - dim 1 (size 16) is the largest free dim that divides 2 ways""",
+    fsdp('data'): P('model', 'data') - dim 1 (size 16) is the largest free dim divisible by 2""",
     ),
     "refused": (
         lambda: lay(lambda: linear(8, 6), [{"kernel": COLUMN}, sw.fsdp("data", min_bytes=0)]),
@@ -265,7 +265,7 @@ down.bias    float32[16]     P('data')             [8]                  32 B    
 down.kernel  float32[32,16]  P('model')            [8,16]              512 B       2
 up.bias      float32[32]     P('modle')            error SW101         128 B       -
 up.kernel    float32[16,32]  P(('data', 'model'))  [2,32]              256 B       1
-4 leaves on data=2,model=4: 928 B of 4.2 KiB on each of 8 devices (exact); 1 with errors, counted whole: see sw.check"""
+4 leaves on data=2,model=4: 928 B of 4.2 KiB on each of 8 devices (exact); 1 with errors, counted as replicated: see sw.check"""
     assert (str(wrong()), repr(wrong())) == (text, text)
 
 
@@ -336,7 +336,7 @@ BAD_LOCKFILES = {
     "no leaves": (b'{"format": 1, "mesh": {}, "dead_patterns": []}', "FILE is a damaged layout: KeyError 'leaves'"),
     "mesh": (lockfile(row(), mesh=[2]), "FILE is a damaged layout: AttributeError 'list' object has no attribute 'items'"),
     "spec": (lockfile(row(spec="Q()")), "FILE is a damaged layout: ValueError 'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
-    "dtype": (lockfile(row(dtype="key<?>")), "FILE is a damaged layout: ValueError dtype 'key<?>' is not known to this version of JAX"),
+    "dtype": (lockfile(row(dtype="key<?>")), "FILE is a damaged layout: ValueError this version of JAX does not know the dtype 'key<?>'"),
     "keys": (lockfile(row(keys=["v"])), "FILE is a damaged layout: ValueError path 'w' and keys ('v',) disagree"),
 }
 # fmt: on

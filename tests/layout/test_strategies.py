@@ -77,22 +77,22 @@ ORDER = {
     "an opinion": (lambda leaf: sw.Opinion(ROW, "so"), ROW, "<lambda>: so"),
     "refined": ([{"*.*": ROW}, lambda leaf: sw.Opinion(P("data"), "so", refines=True)], P("data"), "patterns: path matches '*.*'; then <lambda>: so"),
     "by rank": (sw.by_rank({2: COLUMN, 1: ROW}), COLUMN, "by_rank: a leaf of 2 dims"),
-    "whole on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as asked"),
-    "fsdp": (sw.fsdp("data", min_bytes=2048), P(None, "data"), "fsdp('data'): dim 1 (size 32) is the largest free dim that divides 2 ways"),
-    "fsdp of two axes": (sw.fsdp("data", "model", min_bytes=0), P(None, ("data", "model")), "fsdp('data', 'model'): dim 1 (size 32) is the largest free dim that divides 8 ways"),
-    "fsdp of what is free": ([{"up.*": COLUMN}, sw.fsdp("data", min_bytes=0)], P("data", "model"), "patterns: path matches 'up.*'; then fsdp('data'): dim 0 (size 16) is the largest free dim that divides 2 ways"),
+    "whole on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as requested"),
+    "fsdp": (sw.fsdp("data", min_bytes=2048), P(None, "data"), "fsdp('data'): dim 1 (size 32) is the largest free dim divisible by 2"),
+    "fsdp of two axes": (sw.fsdp("data", "model", min_bytes=0), P(None, ("data", "model")), "fsdp('data', 'model'): dim 1 (size 32) is the largest free dim divisible by 8"),
+    "fsdp of what is free": ([{"up.*": COLUMN}, sw.fsdp("data", min_bytes=0)], P("data", "model"), "patterns: path matches 'up.*'; then fsdp('data'): dim 0 (size 16) is the largest free dim divisible by 2"),
 }
 NO_OPINION = {
     "small": (sw.fsdp("data", min_bytes=2049), "2,048 bytes are fewer than min_bytes=2,049"),
     "taken": ([{"**": P("data")}, sw.fsdp("data", "model", min_bytes=0)], "an earlier rule already uses axis 'data'"),
-    "indivisible": (sw.fsdp("seq", min_bytes=0), "no free dim of (16, 32) divides 3 ways"),
+    "indivisible": (sw.fsdp("seq", min_bytes=0), "no free dim of (16, 32) is divisible by 3"),
     "faulty": ([{"**.kernel": P("modle")}, sw.fsdp("data", min_bytes=0)], "an earlier rule's spec does not fit the leaf"),
 }
 
 FORM = "give a dict of path patterns, a function of a leaf, a strategy such as sw.fsdp('data') or its name, or a list of these"
-STEPS = "is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
+STEPS = "is not a path pattern: separate steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
 SPEC = "a rule gives a PartitionSpec, or None for no opinion"
-KNOWN = "is not known: use 'dp', 'fsdp', 'tensor' or several joined by +, such as 'fsdp+tensor'"
+KNOWN = "use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"
 TO = "is not an axis: give an axis name, a tuple of them, or None"
 REFUSED = {
     "model": (lambda: lay(3), "the model is 3, a int: give an nnx.Module, or a function of no arguments that returns one"),
@@ -108,18 +108,18 @@ REFUSED = {
     "function": (lambda: lay(mlp, lambda leaf: ("model",)), f"rule '<lambda>' at 'down.bias' gave ('model',), which is a tuple: {SPEC}"),
     "entry": (lambda: lay(mlp, lambda leaf: P(3)), "rule '<lambda>' at 'down.bias' gave P(3), whose entry 3 is not None, an axis name, or a tuple of axis names"),
     "by_rank": (lambda: sw.by_rank([P()]), "by_rank takes {rank: spec}, got a list"),
-    "by_rank's rank": (lambda: sw.by_rank({"2": P()}), "by_rank has the rank '2': ranks are numbers of dims, 0 and up"),
+    "by_rank's rank": (lambda: sw.by_rank({"2": P()}), "by_rank has the rank '2': a rank must be a non-negative integer"),
     "by_rank's spec": (lambda: sw.by_rank({2: "model"}), f"by_rank({{2: ...}}) gave 'model', which is a str: {SPEC}"),
-    "fsdp of nothing": (lambda: sw.fsdp(), "fsdp() needs one or more different axis names"),
-    "fsdp twice": (lambda: sw.fsdp("a", "a"), "fsdp('a', 'a') needs one or more different axis names"),
+    "fsdp of nothing": (lambda: sw.fsdp(), "fsdp() needs one or more distinct axis names"),
+    "fsdp twice": (lambda: sw.fsdp("a", "a"), "fsdp('a', 'a') needs one or more distinct axis names"),
     "fsdp's min_bytes": (lambda: sw.fsdp("data", min_bytes=-1), "fsdp has min_bytes=-1: it must be a non-negative integer"),
-    "fsdp's axis": (lambda: lay(mlp, sw.fsdp("fsdp")), "fsdp is over axis 'fsdp', which the mesh does not have: its axes are data=2, model=4"),
-    "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor is over axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
+    "fsdp's axis": (lambda: lay(mlp, sw.fsdp("fsdp")), "fsdp uses axis 'fsdp', which the mesh does not have: its axes are data=2, model=4"),
+    "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor uses axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
     "tensor of two": (lambda: sw.tensor(("data", "model")), "tensor(('data', 'model')) needs the name of one axis"),
-    "unknown": (lambda: lay(mlp, "fsdp+zero"), f"strategy 'fsdp+zero' {KNOWN}"),
-    "empty": (lambda: lay(mlp, ""), f"strategy '' {KNOWN}"),
-    "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and dp or fsdp"),
-    "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and dp or fsdp"),
+    "unknown": (lambda: lay(mlp, "fsdp+zero"), f"unknown strategy 'fsdp+zero': {KNOWN}"),
+    "empty": (lambda: lay(mlp, ""), f"unknown strategy '': {KNOWN}"),
+    "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and either dp or fsdp"),
+    "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and either dp or fsdp"),
     "no axis for fsdp": (lambda: lay(mlp, "fsdp", "x=2"), "strategy 'fsdp' needs an axis named 'fsdp' or 'data', but the mesh has x=2: rename one, or use sw.fsdp(axis)"),
     "no axis for tensor": (lambda: lay(mlp, "tensor", "x=2"), "strategy 'tensor' needs an axis named 'tensor' or 'tp' or 'model', but the mesh has x=2: rename one, or use sw.tensor(axis)"),
     "logical": (lambda: lay(named, logical={"mlp": 3}), f"logical={{'mlp': 3}} {TO}"),
@@ -164,7 +164,7 @@ def test_fsdp_splits_a_small_model_of_small_leaves():
     size = sum(leaf.bytes for leaf in left)
     assert str(layout).endswith(f"; not split: 24 small leaves ({size / 1024:.1f} KiB)")
     assert layout["blocks.3.up.bias"].reason == (
-        f"strategy 'fsdp': fsdp('data'): one of 24 small leaves, {size / 1024:.1f} KiB in all "
+        f"strategy 'fsdp': fsdp('data'): one of 24 small leaves, {size / 1024:.1f} KiB in total "
         f"({size / layout.total_bytes:.1%} of the model): not split, since gathering each would "
         f"cost more than it saves; min_bytes=0 splits them"
     )
@@ -211,7 +211,7 @@ def test_what_does_not_divide_is_told_and_not_counted_as_small():
     make = net(odd=linear(7, 9), drop=lambda: nnx.Dropout(0.1, rngs=rngs()), even=linear(64, 64))
     layout = lay(make, sw.fsdp("data"), "data=8")
     why = {leaf.path: (leaf.left, leaf.reason) for leaf in layout.leaves if leaf.ndim != 2}
-    assert why["odd.bias"] == ("indivisible", "fsdp('data'): no free dim of (9,) divides 8 ways")
+    assert why["odd.bias"] == ("indivisible", "fsdp('data'): no free dim of (9,) is divisible by 8")
     assert why["drop.rngs.count"] == ("indivisible", "fsdp('data'): a scalar")
     assert layout["even.kernel"].spec == P("data")
     assert "; not split: 4 indivisible leaves (" in str(layout)
@@ -236,7 +236,7 @@ def test_refused(case):
 def test_a_rule_that_raises_says_where():
     with pytest.raises(ZeroDivisionError) as caught:
         lay(mlp, lambda leaf: 1 / 0)
-    assert "while the rule '<lambda>' looked at the leaf 'down.bias'" in caught.value.__notes__
+    assert "raised by the rule '<lambda>' for the leaf 'down.bias'" in caught.value.__notes__
 
 
 @pytest.mark.parametrize(
@@ -301,18 +301,18 @@ def table(*shape):
 UP_DOWN = {"up": linear(16, 32), "down": linear(32, 16)}
 INPUT = "it is a dim of the inputs"
 NORM = "it is reduced over, as a norm or a softmax does"
-STREAM = "it is summed over and made again: the residual stream, or a layer used twice"
+STREAM = "it is contracted and produced again: the residual stream, or a layer used twice"
 # fmt: off
 # factory, inputs, and the reasons why leaves are left alone
 LEFT_ALONE = {
-    "fused qkv": (net(attend, qkv=linear(16, 48), out=linear(16, 16)), X, {"qkv.kernel": f"dim 0: {INPUT}; dim 1: it is cut into parts", "qkv.bias": "dim 0: it is cut into parts"}),
-    "6 heads": (lambda: nnx.MultiHeadAttention(6, 12, decode=False, rngs=rngs()), jax.ShapeDtypeStruct((2, 5, 12), "float32"), {"value.kernel": f"dim 0: {INPUT}; dim 1: its size 6 cannot be split 4 ways; dim 2: its size 2 cannot be split 4 ways", "key.bias": "dim 0: its size 6 cannot be split 4 ways; dim 1: it is summed over between two activations"}),
+    "fused qkv": (net(attend, qkv=linear(16, 48), out=linear(16, 16)), X, {"qkv.kernel": f"dim 0: {INPUT}; dim 1: it is split into parts", "qkv.bias": "dim 0: it is split into parts"}),
+    "6 heads": (lambda: nnx.MultiHeadAttention(6, 12, decode=False, rngs=rngs()), jax.ShapeDtypeStruct((2, 5, 12), "float32"), {"value.kernel": f"dim 0: {INPUT}; dim 1: its size 6 cannot be split 4 ways; dim 2: its size 2 cannot be split 4 ways", "key.bias": "dim 0: its size 6 cannot be split 4 ways; dim 1: it is contracted between two activations"}),
     "30 wide": (lambda: models.Mlp(16, 30, rngs()), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: its size 30 cannot be split 4 ways"}),
     "residual of inputs": (net(lambda m, x: x + m.layer(x), layer=linear(16, 16)), X, {"layer.kernel": f"dim 0: {STREAM}; dim 1: {STREAM}"}),
     "residual stream": (net(lambda m, x: m.head((h := m.embed(x)) + m.layer(h)), embed=lambda: nnx.Embed(64, 16, rngs=rngs()), layer=linear(16, 16), head=linear(16, 64)), TOKENS, {"layer.kernel": f"dim 0: {STREAM}; dim 1: {STREAM}", "layer.bias": f"dim 0: {STREAM}"}),
     "norm over the hidden width": (net(lambda m, x: m.down(m.norm(m.up(x))), norm=lambda: nnx.LayerNorm(32, rngs=rngs()), **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: {NORM}", "up.bias": f"dim 0: {NORM}", "norm.scale": f"dim 0: {NORM}"}),
     "grouped": (net(lambda m, x: m.deep(m.up(x)), up=conv(8, 16), deep=conv(16, 16, feature_group_count=4)), jax.ShapeDtypeStruct((2, 9, 8), "float32"), {"up.kernel": f"dim 0: a convolution slides along it; dim 1: {INPUT}; dim 2: a convolution mixes it within groups", "deep.kernel": "dim 0: a convolution slides along it; dim 1: a convolution mixes it within groups; dim 2: a convolution mixes it within groups"}),
-    "a product of leaves": (net(lambda m, x: x + x @ (m.a @ m.b), a=table(16, 8), b=table(8, 16)), X, {"a": f"dim 0: {STREAM}; dim 1: it is summed over between two leaves", "b": f"dim 0: it is summed over between two leaves; dim 1: {STREAM}"}),
+    "a product of leaves": (net(lambda m, x: x + x @ (m.a @ m.b), a=table(16, 8), b=table(8, 16)), X, {"a": f"dim 0: {STREAM}; dim 1: it is contracted between two leaves", "b": f"dim 0: it is contracted between two leaves; dim 1: {STREAM}"}),
     "a transform": (net(lambda m, x: m.down(jnp.fft.fft(m.up(x)).real), **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: it goes through 'fft'"}),
     "interleaved heads": (net(interleave, **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: it is not the outermost factor of dim 0 of down.kernel", "up.bias": "dim 0: it is not the outermost factor of dim 0 of down.kernel"}),
 }
@@ -475,6 +475,6 @@ def test_tensor_guesses(case):
     make, wanted = GUESSED[case]
     layout = lay(make, "tensor")
     assert {path: spec for path, spec in specs(layout).items() if spec != P()} == wanted
-    told = "guessed from module types and widths (give layout inputs= to trace it)"
+    told = "guessed from module types and widths (pass inputs= to layout to trace it)"
     assert all(leaf.trail[-1].reason.endswith(told) for leaf in layout.leaves)
     assert not sw.check(layout, allow=None if wanted else {"SW111": "model"})

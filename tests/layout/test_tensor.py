@@ -258,7 +258,7 @@ def test_heads_are_split_with_the_cache_that_comes_in(write):
     layout = sw.layout(make, mesh, sw.tensor("model"), inputs={"x": x, "cache": cache()})
     wanted = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW}
     assert {leaf.path: leaf.spec for leaf in layout.leaves} == wanted
-    told = "split the inputs that share it alike: cache['keys'] (dim 2), cache['values'] (dim 2)"
+    told = "split the inputs that share it the same way: cache['keys'] (dim 2), cache['values'] (dim 2)"
     assert layout["q"].reason.endswith(told)
 
     model = sw.init(make, layout)
@@ -371,7 +371,7 @@ def test_a_recipe_is_traced_by_its_loss():
     wanted = BODY | {"head.kernel": COLUMN}
     assert {path: layout[path].spec for path in wanted} == wanted
     assert layout["head.kernel"].reason.endswith(
-        "no all-reduce, but of what the loss reduces along it"
+        "no all-reduce, except where the loss reduces along it"
     )
 
     graphdef, state = nnx.split(sw.init(body_and_head, layout))
@@ -398,12 +398,12 @@ def test_what_the_trace_never_meets_is_guessed():
     wanted = BODY | {"head.kernel": COLUMN}
     assert {path: layout[path].spec for path in wanted} == wanted
     assert layout["head.kernel"].reason == (
-        "strategy 'tensor': tensor('model'): dim 1, a head onto a vocabulary of 64; "
+        "strategy 'tensor': tensor('model'): dim 1, an output head over a vocabulary of 64; "
         "guessed from module types and widths, since __call__ never uses it"
     )
     layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS, method="embed")
     assert layout["block.norm1.scale"].trail[-1].reason == (
-        "left alone: embed never uses it, and its module's type and widths do not tell its part"
+        "left alone: embed never uses it, and its role is not clear from its module's type and widths"
     )
 
 
@@ -414,7 +414,7 @@ def test_what_the_trace_never_meets_is_guessed():
             {"inputs": TOKENS, "method": "logit"},
             "the model, a BodyAndHead, has no method 'logit'; it has logits",
         ),
-        ({"method": "logits"}, "method='logits' needs inputs=: what it is called with"),
+        ({"method": "logits"}, "method='logits' needs inputs= to call it with"),
     ],
     ids=["unknown", "without inputs"],
 )
@@ -428,8 +428,8 @@ def test_a_model_that_names_axes_is_traced_on_explicit_axes():
     layout = sw.layout(make, sw.mesh("model=4", on="none", explicit=True), "tensor", inputs=X)
     assert (layout["up.kernel"].spec, layout["down.kernel"].spec) == (COLUMN, ROW)
     message = (
-        r"Resharded.__call__ names axes of the mesh itself, with out_sharding= or reshard at "
-        r"models.py:\d+, which needs axes of type Explicit: make the mesh with "
+        r"Resharded.__call__ itself names mesh axes, with out_sharding= or reshard at "
+        r"models.py:\d+, which needs Explicit axes: make the mesh with "
         r"sw.mesh\(..., explicit=True\)$"
     )
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""Findings: what is wrong with a layout, or with arrays that should follow it."""
+"""Findings: problems of a layout, or of arrays that should follow it."""
 
 from .checks import check as check
 from .findings import CODES as CODES

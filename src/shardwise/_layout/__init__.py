@@ -1,4 +1,4 @@
-"""Layouts: every leaf's spec on one mesh, and who chose it."""
+"""Layouts: every leaf's spec on one mesh, and which rule chose it."""
 
 from .diff import LayoutDiff as LayoutDiff
 from .diff import diff_layouts as diff_layouts
