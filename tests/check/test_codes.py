@@ -443,7 +443,7 @@ def test_not_found(code):
 
 def test_sw104_says_what_to_pad_when_no_order_divides():
     found = only(check(linear(6, 10), "model=4", {"kernel": COLUMN}), "SW104")
-    assert found.help.startswith("no arrangement of these axes divides (6, 10); pad dim 1 to 12, ")
+    assert found.help.startswith("no arrangement of these axes divides (6, 10) evenly; pad dim 1 to 12, ")
 
 
 class EmbedAndHead(nnx.Module):
