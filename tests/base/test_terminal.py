@@ -471,7 +471,7 @@ def test_an_unknown_chip_is_reported_in_terms_of_options(run):
 def test_plan_takes_a_policy(run):
     plan = ("plan", "train.py:recipe", *MESH)
     assert run(*plan, "--remat", "dots_saveable")[0] == 0
-    assert "--remat 'dots' is no policy" in run(*plan, "--remat", "dots")[2]
+    assert "--remat 'dots' is not a policy" in run(*plan, "--remat", "dots")[2]
 
 
 @pytest.mark.parametrize(

@@ -315,11 +315,11 @@ def test_doctor(run):
         ),
         (
             (*STEP, *GPU, "--remat", "dots"),
-            "--remat 'dots' is no policy .*dots_saveable.*; or none, for no rematerialisation",
+            "--remat 'dots' is not a policy .*dots_saveable.*; or none, for no rematerialisation",
         ),
         (
             ("compile", "qwen3-0.6b", *FSDP, *GPU, "--remat", "dots"),
-            "--remat 'dots' is no policy .*dots_saveable.*; or none, for no rematerialisation",
+            "--remat 'dots' is not a policy .*dots_saveable.*; or none, for no rematerialisation",
         ),
         (
             (*STEP, *GPU, "--save", "nowhere/step.json"),
