@@ -82,13 +82,13 @@ def test_what_is_read_is_not_overwritten(run):
         ),
     }
     for arguments, (option, read) in cases.items():
-        told = f"shardwise: {option} would overwrite {read}, which this command reads: name another file\n"
-        assert run(*arguments) == (2, "", told)
+        message = f"shardwise: {option} would overwrite {read}, which this command reads: name another file\n"
+        assert run(*arguments) == (2, "", message)
     assert before == {name: Path(name).read_text() for name in before}
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "message"),
     [
         ("", "--save '' is not a file: name one, or /dev/stdout to print it"),
         ("-", "--save '-' is not a file: name one, or /dev/stdout to print it"),
@@ -97,6 +97,6 @@ def test_what_is_read_is_not_overwritten(run):
         ("model.py/l.json", "--save model.py/l.json cannot be written: there is no folder "),
     ],
 )
-def test_places_that_cannot_be_written(run, path, told):
+def test_places_that_cannot_be_written(run, path, message):
     status, out, err = run(*PLAN, "--save", path)
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"shardwise: {told}")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"shardwise: {message}")

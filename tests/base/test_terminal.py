@@ -297,8 +297,8 @@ def test_colours_and_progress_are_for_a_terminal_only():
 def test_any_encoding_gets_a_complete_text(encoding):
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, env=environment)
-    told = done.stdout.decode(encoding).splitlines()[0]
-    assert (done.stderr, told.replace("x80", "×80")) == (b"", "fits: ×80 ... (exact)")
+    text = done.stdout.decode(encoding).splitlines()[0]
+    assert (done.stderr, text.replace("x80", "×80")) == (b"", "fits: ×80 ... (exact)")
 
 
 def test_all_that_is_drawn_has_a_plain_form():
@@ -502,8 +502,8 @@ def test_a_code_is_explained_without_the_docs(run):
     assert run("explain", "indivisible-dim") == (0, out, "")
     _, out, _ = run("explain")
     assert [line.split()[0] for line in out.splitlines()[1:-2]] == list(CODES)
-    told = "shardwise: 'SW14' is not a code: nearest are SW104, SW501, SW405\n"
-    assert run("explain", "SW14") == (2, "", told)
+    text = "shardwise: 'SW14' is not a code: nearest are SW104, SW501, SW405\n"
+    assert run("explain", "SW14") == (2, "", text)
     _, out, _ = run("check", "model.py:make", *MESH[:2], "--rules", "wrong.toml")
     assert out.endswith("shardwise explain SW101 says what it is about, and what to do\n")
 

@@ -67,7 +67,7 @@ def check(make, axes, rules=None, *, logical=None, **options):
 
 
 def audit(planned, live, rules="dp", live_rules="dp"):
-    """Audits a model that lies by `live_rules` against the layout of another by `rules`."""
+    """Audits a model that is sharded by `live_rules` against a layout by `rules`."""
     layout = sw.layout(planned, cpu("data=8"), rules)
     return sw.audit(layout, sw.init(live, sw.layout(live, cpu("data=8"), live_rules)))
 
@@ -443,7 +443,9 @@ def test_not_found(code):
 
 def test_sw104_says_what_to_pad_when_no_order_divides():
     found = only(check(linear(6, 10), "model=4", {"kernel": COLUMN}), "SW104")
-    assert found.help.startswith("no arrangement of these axes divides (6, 10) evenly; pad dim 1 to 12, ")
+    assert found.help.startswith(
+        "no arrangement of these axes divides (6, 10) evenly; pad dim 1 to 12, "
+    )
 
 
 class EmbedAndHead(nnx.Module):
@@ -459,8 +461,8 @@ def test_sw105_share_and_bytes_are_those_of_real_arrays():
     assert found.message.endswith("66.7% of the model's 6.0 MiB, and 28.0 MiB of extra copies")
     assert "66.7%25 of the model's" in found.github
     embedding = sw.init(EmbedAndHead, layout).embed.embedding
-    held = [shard.data.nbytes for shard in embedding.addressable_shards]
-    assert sum(held) - embedding.nbytes == 28 * 2**20
+    resident = [shard.data.nbytes for shard in embedding.addressable_shards]
+    assert sum(resident) - embedding.nbytes == 28 * 2**20
     helped = {"head.kernel": P(None, "data"), "embed.embedding": P("data")}
     assert found.help.startswith("P('data') would leave 512.0 KiB on each device")
     model = sw.init(EmbedAndHead, sw.layout(EmbedAndHead, cpu("data=8"), helped))
@@ -801,9 +803,9 @@ def test_patterns_and_allowances_match_numbered_steps():
         make, sw.mesh("model=4", on="none"), {f"layers.{i}.kernel": COLUMN for i in range(10)}
     )
     assert {leaf.spec for leaf in layout.leaves if leaf.ndim == 2} == {COLUMN}
-    whole = sw.layout(make, sw.mesh("model=4", on="none"))
-    assert not sw.check(whole, allow={"SW105": "layers.*.kernel", "SW111": "model"})
-    assert len(sw.check(whole, allow={"SW105": "layers.3.kernel", "SW111": "model"})) == 9
+    layout = sw.layout(make, sw.mesh("model=4", on="none"))
+    assert not sw.check(layout, allow={"SW105": "layers.*.kernel", "SW111": "model"})
+    assert len(sw.check(layout, allow={"SW105": "layers.3.kernel", "SW111": "model"})) == 9
 
 
 def test_unlike_findings_are_not_folded():

@@ -122,8 +122,8 @@ def test_layers_alike_are_compiled_once_and_differ_in_value():
             self.layers = nnx.List([nnx.Linear(128, 128, rngs=rngs) for _ in range(6)])
 
     layout = sw.layout(Deep, mesh(), sw.fsdp("data", min_bytes=0))
-    model, whole = sw.init(Deep, layout), jax.jit(lambda: nnx.split(Deep())[1])()
-    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(whole), strict=True):
+    model, full = sw.init(Deep, layout), jax.jit(lambda: nnx.split(Deep())[1])()
+    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(full), strict=True):
         np.testing.assert_array_equal(a, b)
     kernels = [np.asarray(layer.kernel[...]) for layer in model.layers]
     assert len({k.tobytes() for k in kernels}) == 6
@@ -146,7 +146,7 @@ def test_contradicting_flax_rules_are_refused():
 
 
 class FusedGlu(nnx.Module):
-    """One kernel for gate and value, cut in two: its columns cannot be split as they lie."""
+    """One kernel for gate and value, split in two: its columns cannot be sharded in their order."""
 
     def __init__(self):
         self.up = nnx.Linear(16, 64, rngs=nnx.Rngs(0))

@@ -64,6 +64,6 @@ REFUSED = {
 def test_an_error_never_prints_an_array(case):
     with pytest.raises(ValueError) as caught:
         REFUSED[case]()
-    told = str(caught.value)
-    assert len(told) < 700
-    assert "0." not in told and "\n" not in told
+    message = str(caught.value)
+    assert len(message) < 700
+    assert "0." not in message and "\n" not in message

@@ -132,10 +132,10 @@ def test_bytes_per_device_are_those_of_live_arrays():
     mesh = sw.mesh("data=2,model=4", on="cpu:8", explicit=("data",))
     layout = sw.layout(Everything, mesh, [{"norm.*": ROW}, sw.fsdp("data", min_bytes=8)])
     arrays = jax.tree.leaves(nnx.state(sw.init(Everything, layout)))
-    held = dict.fromkeys(mesh.devices.flat, 0)
+    resident = dict.fromkeys(mesh.devices.flat, 0)
     for shard in (shard for array in arrays for shard in array.addressable_shards):
-        held[shard.device] += shard.data.nbytes
-    assert set(held.values()) == {layout.bytes_per_device}
+        resident[shard.device] += shard.data.nbytes
+    assert set(resident.values()) == {layout.bytes_per_device}
     assert layout.bytes_per_device < layout.total_bytes == sum(array.nbytes for array in arrays)
     for want, array in zip(jax.tree.leaves(layout.abstract), arrays, strict=True):  # flax#5110
         assert (want.shape, want.dtype, want.sharding) == (array.shape, array.dtype, array.sharding)
@@ -190,8 +190,8 @@ def test_stacked_dims_are_known_and_never_split(case):  # flax#5112
     entries = list(ranked["kernel"].spec) + [None]
     assert [entries.pop(dim) for dim in reversed(stacked)] == [None] * len(stacked)
     assert entries[:2] == ["data", "model"] and not sw.check(ranked)
-    told = f"by_rank: a leaf of 2 dims, plus {len(stacked)} of stacked layers"
-    assert ranked["kernel"].reason == told
+    message = f"by_rank: a leaf of 2 dims, plus {len(stacked)} of stacked layers"
+    assert ranked["kernel"].reason == message
 
 
 def test_own_variables_in_a_stack_of_layers():
@@ -283,8 +283,8 @@ def test_repeated_layers_are_folded():
 def test_an_unknown_path_names_the_nearest():
     with pytest.raises(KeyError) as caught:
         lay(mlp)["up.kernal"]
-    told = "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"
-    assert caught.value.args == (told,)
+    message = "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"
+    assert caught.value.args == (message,)
 
 
 # --- saved ----------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ def row(**changed):
 
 
 def lockfile(leaf, **changed):
-    whole = {"format": 1, "mesh": {"x": 2}, "axis_types": {"x": "Auto"}, "dead_patterns": []}
-    return json.dumps({**whole, "leaves": [leaf], **changed}).encode()
+    head = {"format": 1, "mesh": {"x": 2}, "axis_types": {"x": "Auto"}, "dead_patterns": []}
+    return json.dumps({**head, "leaves": [leaf], **changed}).encode()
 
 
 # fmt: off

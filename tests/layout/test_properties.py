@@ -169,12 +169,12 @@ def test_bytes_per_device_are_the_sum_over_live_arrays(case):
     axes, arrays, rules = case
     placed = [place(zeros(*a), axes, s) for a, s in zip(arrays, rules.values(), strict=True)]
     assume(all(array is not None for array in placed))
-    held = dict.fromkeys(cpu_mesh(axes).devices.flat, 0)
+    resident = dict.fromkeys(cpu_mesh(axes).devices.flat, 0)
     for shard in (shard for array in placed for shard in array.addressable_shards):
-        held[shard.device] += shard.data.nbytes
+        resident[shard.device] += shard.data.nbytes
     for mesh in (cpu_mesh(axes), bare_mesh(axes)):
         layout = sw.layout(Holder(arrays), mesh, rules)
-        assert set(held.values()) == {layout.bytes_per_device}
+        assert set(resident.values()) == {layout.bytes_per_device}
         assert layout.total_bytes == sum(array.nbytes for array in placed)
         state = nnx.split(Holder(arrays))[1]
         live = jax.tree.unflatten(jax.tree.structure(state), placed)
@@ -361,10 +361,10 @@ def test_every_spec_that_a_fault_suggests_is_accepted(case):
         better = re.search(r"(P\(.*\)) divides evenly", fault.help)
         if better:
             assert codes_of(shape, parse_spec(better[1]), sizes) == set(), fault
-        meant = re.search(r"did you mean '(\w+)'", fault.help)
-        if meant:
+        suggested = re.search(r"did you mean '(\w+)'", fault.help)
+        if suggested:
             wrong = re.search(r"axis '(\w+)' is not", fault.message)[1]
-            after = faults(shape, replaced(spec, {wrong: meant[1]}), sizes, frozenset(LOGICAL))
+            after = faults(shape, replaced(spec, {wrong: suggested[1]}), sizes, frozenset(LOGICAL))
             assert {f.code for f in after} <= before, fault
             assert not any(f.code == "SW101" and repr(wrong) in f.message for f in after)
     places = {}

@@ -77,7 +77,7 @@ ORDER = {
     "an opinion": (lambda leaf: sw.Opinion(ROW, "so"), ROW, "<lambda>: so"),
     "refined": ([{"*.*": ROW}, lambda leaf: sw.Opinion(P("data"), "so", refines=True)], P("data"), "patterns: path matches '*.*'; then <lambda>: so"),
     "by rank": (sw.by_rank({2: COLUMN, 1: ROW}), COLUMN, "by_rank: a leaf of 2 dims"),
-    "whole on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as requested"),
+    "replicated on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as requested"),
     "fsdp": (sw.fsdp("data", min_bytes=2048), P(None, "data"), "fsdp('data'): dim 1 (size 32) is the largest free dim divisible by 2"),
     "fsdp of two axes": (sw.fsdp("data", "model", min_bytes=0), P(None, ("data", "model")), "fsdp('data', 'model'): dim 1 (size 32) is the largest free dim divisible by 8"),
     "fsdp of what is free": ([{"up.*": COLUMN}, sw.fsdp("data", min_bytes=0)], P("data", "model"), "patterns: path matches 'up.*'; then fsdp('data'): dim 0 (size 16) is the largest free dim divisible by 2"),
@@ -324,8 +324,8 @@ def test_tensor_leaves_alone(case):
     make, inputs, reasons = LEFT_ALONE[case]
     layout = lay(make, "tensor", inputs=inputs)
     assert {path: layout[path].spec for path in reasons} == dict.fromkeys(reasons, P())
-    told = {path: layout[path].trail[-1].reason for path in reasons}
-    assert told == {path: f"left alone; {why}" for path, why in reasons.items()}
+    reasons_found = {path: layout[path].trail[-1].reason for path in reasons}
+    assert reasons_found == {path: f"left alone; {why}" for path, why in reasons.items()}
 
 
 @pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.OptimizedLSTMCell])
@@ -427,10 +427,10 @@ def test_tensor_finds_pairs(case):
     layout = sw.layout(make, mesh, "tensor", inputs=inputs)
     assert {path: layout[path].spec for path in wanted} == wanted
     assert not sw.check(layout)
-    x, whole = arguments(inputs, mesh)
-    np.testing.assert_allclose(sw.init(make, layout)(whole), make()(x), rtol=2e-4, atol=2e-5)
+    x, placed = arguments(inputs, mesh)
+    np.testing.assert_allclose(sw.init(make, layout)(placed), make()(x), rtol=2e-4, atol=2e-5)
     if all_reduces is not None:
-        assert collectives(sw.init(make, layout), (whole,)) == {"all-reduce": all_reduces}
+        assert collectives(sw.init(make, layout), (placed,)) == {"all-reduce": all_reduces}
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "guessed"])
@@ -443,9 +443,9 @@ def test_tensor_then_fsdp(model, traced):
     assert not [e for leaf in layout.leaves for e in leaf.spec if isinstance(e, tuple)]
     kernels = [leaf for leaf in layout.leaves if leaf.path.endswith("kernel")]
     assert {frozenset(leaf.spec) - {None} for leaf in kernels} == {frozenset(("data", "model"))}
-    x, whole = arguments(TOKENS, mesh)
+    x, placed = arguments(TOKENS, mesh)
     sharded = sw.init(lambda: model(rngs()), layout)
-    np.testing.assert_allclose(sharded(whole), model(rngs())(x), rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(sharded(placed), model(rngs())(x), rtol=2e-4, atol=2e-5)
 
 
 def chain(*parts):
@@ -453,7 +453,7 @@ def chain(*parts):
 
 
 # fmt: off
-# factory, specs of every leaf but the whole ones
+# factory, specs of every leaf that is split
 GUESSED = {
     "widths": (net(zeta=linear(16, 64), alpha=linear(64, 16), q=linear(16, 16)), {"zeta.kernel": COLUMN, "zeta.bias": ROW, "alpha.kernel": ROW}),
     "gated": (lambda: models.GatedMlp(16, 32, rngs()), {"gate.kernel": COLUMN, "up.kernel": COLUMN, "down.kernel": ROW}),
@@ -475,6 +475,6 @@ def test_tensor_guesses(case):
     make, wanted = GUESSED[case]
     layout = lay(make, "tensor")
     assert {path: spec for path, spec in specs(layout).items() if spec != P()} == wanted
-    told = "guessed from module types and widths (pass inputs= to layout to trace it)"
-    assert all(leaf.trail[-1].reason.endswith(told) for leaf in layout.leaves)
+    reason = "guessed from module types and widths (pass inputs= to layout to trace it)"
+    assert all(leaf.trail[-1].reason.endswith(reason) for leaf in layout.leaves)
     assert not sw.check(layout, allow=None if wanted else {"SW111": "model"})

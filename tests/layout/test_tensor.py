@@ -88,7 +88,7 @@ CASES = {
         {"q.kernel": COLUMN, "k.kernel": COLUMN, "v.kernel": COLUMN, "o.kernel": ROW},
         1,
     ),
-    "fewer-kv-heads-than-devices": (  # two KV heads cannot be split four ways: they stay whole
+    "fewer-kv-heads-than-devices": (  # two KV heads cannot be split four ways: they stay replicated
         lambda: models.GroupedAttention(16, 8, 2, 4, rngs()),
         X,
         {"q.kernel": COLUMN, "k.kernel": P(), "v.kernel": P(), "o.kernel": ROW},
@@ -258,14 +258,16 @@ def test_heads_are_split_with_the_cache_that_comes_in(write):
     layout = sw.layout(make, mesh, sw.tensor("model"), inputs={"x": x, "cache": cache()})
     wanted = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW}
     assert {leaf.path: leaf.spec for leaf in layout.leaves} == wanted
-    told = "split the inputs that share it the same way: cache['keys'] (dim 2), cache['values'] (dim 2)"
-    assert layout["q"].reason.endswith(told)
+    message = "split the inputs that share it the same way: cache['keys'] (dim 2), cache['values'] (dim 2)"
+    assert layout["q"].reason.endswith(message)
 
     model = sw.init(make, layout)
     heads = NamedSharding(mesh, P(None, None, "model"))
-    whole = NamedSharding(mesh, P())
-    placed = {"keys": heads, "values": heads, "index": whole}
-    (output, after), found = run(model, (jax.device_put(x, whole), jax.device_put(cache(), placed)))
+    replicated = NamedSharding(mesh, P())
+    placed = {"keys": heads, "values": heads, "index": replicated}
+    (output, after), found = run(
+        model, (jax.device_put(x, replicated), jax.device_put(cache(), placed))
+    )
     assert found == {"all-reduce": 1}
     assert after["keys"].sharding.is_equivalent_to(heads, 4)
     gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
@@ -443,9 +445,11 @@ def test_inputs_that_fail_are_shown_by_shape_after_the_cause():
     inputs = {"x": jnp.ones((2, 3, 15)), "cache": cache()}
     with pytest.raises(ValueError) as caught:
         sw.layout(make, sw.mesh("model=4", on="none"), "tensor", inputs=inputs)
-    told = str(caught.value)
-    assert told.startswith("CachedAttention.__call__ cannot be traced: ValueError: Size of label ")
-    assert told.endswith(
+    message = str(caught.value)
+    assert message.startswith(
+        "CachedAttention.__call__ cannot be traced: ValueError: Size of label "
+    )
+    assert message.endswith(
         "it was called with x=float32[2,3,15], cache={'keys': float32[2,8,4,8], "
         "'values': float32[2,8,4,8], 'index': int32[]}"
     )

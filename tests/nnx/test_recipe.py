@@ -281,8 +281,8 @@ def test_rngs_are_new_at_each_step_and_the_same_on_each_mesh():
         seen.add(float(metrics["loss"]))
     assert len(seen) == 3
     parts = run(1, loss=lambda m, b, r: (loss(m, b), {"noise": r.uniform()}), rngs=3, accumulate=2)
-    whole = run(1, loss=lambda m, b, r: (loss(m, b), {"noise": r.uniform()}), rngs=3)
-    assert float(parts[1]["noise"]) != float(whole[1]["noise"])
+    full = run(1, loss=lambda m, b, r: (loss(m, b), {"noise": r.uniform()}), rngs=3)
+    assert float(parts[1]["noise"]) != float(full[1]["noise"])
 
 
 def test_rngs_that_are_handed_to_a_module_with_remat_go_on():
