@@ -1,4 +1,4 @@
-"""Every code: its page, one case that has it and one that has not, and the text that it prints."""
+"""Every code: its page, a case with the finding and a case without, and the text that it prints."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def preflight(saved, wanted, *, rules="dp", tx=None, wanted_tx=None):
 
 
 def compiled(make, axes, rules, inputs, on="cpu:8"):
-    """Returns what is found in a compiled forward pass.
+    """Returns the findings of a compiled forward pass.
 
     Sizes are other than on the pages: JAX keeps one program for both, with the lines of the first.
     """
@@ -109,7 +109,7 @@ def compiled(make, axes, rules, inputs, on="cpu:8"):
 
 
 def trained(make, axes, rules):
-    """Returns what is found in a compiled training step."""
+    """Returns the findings of a compiled training step."""
     recipe = sw.Recipe(
         model=make,
         loss=lambda model, x: (model(x) ** 2).mean(),
@@ -136,19 +136,19 @@ def ordered(layer, x):
 
 
 def moved(layer, x):
-    """Goes from one split to another for which XLA knows no way."""
+    """Changes from one sharding to another, which XLA cannot do directly."""
     x = jax.lax.with_sharding_constraint(layer(x), P("x", None, "y"))
     return jax.lax.with_sharding_constraint(jnp.sin(x), P(None, ("y", "x")))
 
 
 def kept(layer, x):
-    """Has one split."""
+    """Keeps one sharding."""
     x = jax.lax.with_sharding_constraint(layer(x), P("x", None, "y"))
     return jax.lax.with_sharding_constraint(jnp.sin(x), P("x", None, "y"))
 
 
 def line(function, number):
-    """Returns the place of a function's line, as findings name it from any folder."""
+    """Returns the location of a function's line, as findings show it from any folder."""
     code = function.__code__
     return show_line(code.co_filename, code.co_firstlineno + number)
 
@@ -192,7 +192,7 @@ def test_page_runs(code):
     assert pages.run(instead, "example.py") == ""
 
 
-def test_every_code_has_a_page_and_both_cases_and_no_other_has():
+def test_every_code_has_a_page_and_both_cases():
     assert {page.stem for page in PAGES.glob("SW*.md")} == set(CODES)
     assert set(POSITIVE) == set(NEGATIVE) == set(CODES)
     row = re.compile(r"^\| \[(\w+)\]\((\w+)\.md\) \| ([\w-]+) \| (\w+) \| .+ \|$", re.MULTILINE)
@@ -393,7 +393,7 @@ POSITIVE = {
     ),
 }
 
-# Near the positive case, and without any finding at all.
+# Close to the positive case, but without any finding.
 NEGATIVE = {
     "SW101": lambda: check(mlp, "data=2,model=4", {"up.kernel": ROW, "down.kernel": P("data")}),
     "SW102": lambda: check(mlp, "data=2,model=4", {"up.kernel": P(("data", "model"))}),
@@ -441,7 +441,7 @@ def test_not_found(code):
     assert not NEGATIVE[code](), NEGATIVE[code]()
 
 
-def test_sw104_says_what_to_pad_when_no_order_divides():
+def test_sw104_suggests_padding_when_no_arrangement_divides():
     found = only(check(linear(6, 10), "model=4", {"kernel": COLUMN}), "SW104")
     assert found.help.startswith(
         "no arrangement of these axes divides (6, 10) evenly; pad dim 1 to 12, "
@@ -454,7 +454,7 @@ class EmbedAndHead(nnx.Module):
         self.head = nnx.Linear(256, 2048, use_bias=False, rngs=rngs())
 
 
-def test_sw105_share_and_bytes_are_those_of_real_arrays():
+def test_sw105_share_and_bytes_match_real_arrays():
     # keras-hub#2806: the pattern misses the embedding after a rename.
     layout = sw.layout(EmbedAndHead, cpu("data=8"), {"head.kernel": P(None, "data")})
     found = only(sw.check(layout), "SW105")
@@ -470,12 +470,12 @@ def test_sw105_share_and_bytes_are_those_of_real_arrays():
 
 
 @pytest.mark.parametrize("rules", [sw.replicate(), "dp"], ids=["replicate", "dp"])
-def test_sw105_is_silent_where_whole_is_asked_for(rules):
+def test_sw105_is_silent_if_replication_is_requested(rules):
     assert not check(EmbedAndHead, "data=8", rules)
 
 
 class Small(nnx.Module):
-    """6.5 MiB, of leaves of less than 1 MiB."""
+    """6.5 MiB in leaves under 1 MiB."""
 
     def __init__(self):
         self.embed = nnx.Embed(512, 256, rngs=rngs())
@@ -490,7 +490,7 @@ LARGEST = "blocks.{0..23}.kernel ×24 (6.0 MiB), embed.embedding (512.0 KiB), bl
     [(None, "sw.fsdp('data')"), (sw.fsdp("data", min_bytes=2**20), "sw.fsdp('data', min_bytes=0)")],
     ids=["no rule", "fsdp left them"],
 )
-def test_sw105_sums_up_what_is_small(rules, how):
+def test_sw105_sums_small_leaves(rules, how):
     found = only(check(Small, "data=8", rules), "SW105")
     assert found.path == "**"
     assert found.message == (
@@ -515,8 +515,8 @@ def test_sw105_of_many_small_leaves_is_allowed_by_their_paths():
     assert found[0].message.startswith("48 small replicated leaves, 6.0 MiB in total")
 
 
-def test_sw105_leaves_alone_what_was_left_as_small():
-    # A min_bytes of the user's own, above 1 MiB; what is left is little of the model.
+def test_sw105_is_silent_about_a_small_share_of_small_leaves():
+    # A custom min_bytes above 1 MiB; the leaves that it leaves unsplit are a small share of the model.
     def make():
         return nnx.Sequential(*[nnx.Linear(n, 8192, rngs=rngs()) for n in (16384, 16384, 64)])
 
@@ -524,7 +524,7 @@ def test_sw105_leaves_alone_what_was_left_as_small():
     layout = sw.layout(make, mesh, sw.fsdp("data", min_bytes=2**22))
     assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_replicated
     assert not sw.check(layout)
-    # By itself, fsdp never leaves 1 MiB.
+    # By default, fsdp never leaves 1 MiB unsplit.
     assert sw.layout(make, mesh, "fsdp")["layers.2.kernel"].copies == 1
 
 
@@ -562,7 +562,7 @@ def test_sw105_of_a_large_leaf_that_no_axis_divides(case):
     )
 
 
-def test_sw105_padding_as_it_says_divides():
+def test_sw105_padding_that_it_suggests_is_divisible():
     layout = sw.layout(
         lambda: nnx.Embed(50304, 250, rngs=rngs()), sw.mesh("data=8", on="none"), "fsdp"
     )
@@ -590,13 +590,13 @@ def test_sw106_is_silent(rules):
     assert "SW106" not in codes(check(linear(bias=True), "data=2,model=4", rules))
 
 
-def test_sw106_of_stacked_layers_leaves_the_stack_whole():
+def test_sw106_of_stacked_layers_does_not_split_the_stack():
     make = stack((None, "model"), bias=True)
     found = only(check(make, "model=4", {"kernel": P(None, None, "model")}), "SW106")
     assert found.help == "use P(None, 'model')"
 
 
-def test_sw109_is_told_from_sw101():
+def test_sw109_is_distinct_from_sw101():
     make = linear(names=(None, "mlp"))
     assert codes(check(make, "data=2")) == ["SW109"]
     assert codes(check(make, "data=2", logical={"mlp": "dataa"})) == ["SW101"]
@@ -665,7 +665,7 @@ def test_all_findings_come_at_once():
     assert str(findings).endswith("9 errors, 2 warnings")
 
 
-def test_errors_are_raised_all_together_and_warnings_not():
+def test_all_errors_are_raised_together_and_warnings_are_not():
     findings = many()
     with pytest.raises(sw.LayoutError) as caught:
         findings.raise_if_errors()
@@ -676,7 +676,7 @@ def test_errors_are_raised_all_together_and_warnings_not():
     assert warnings.raise_if_errors() is warnings
 
 
-def test_findings_alike_print_as_one():
+def test_similar_findings_print_as_one():
     make = lambda: models.Transformer(rngs(), hidden=30, layers=4)  # noqa: E731
     findings = check(make, "model=4", {"blocks.*.mlp.up.kernel": COLUMN})
     assert codes(findings) == ["SW104"] * 4
@@ -724,14 +724,14 @@ def test_allowances(allow, kept, allowed):
     assert (", 1 allowed" in findings.summary) == (allowed == 1)
 
 
-def test_an_allowance_of_no_code_is_refused():
+def test_an_allowance_for_an_unknown_code_is_refused():
     with pytest.raises(
         ValueError, match="allow names 'SW999', an unknown code: the closest are SW109"
     ):
         check(linear(), "data=2", allow={"SW999": "**"})
 
 
-# --- planned against live ----------------------------------------------------------------------
+# --- planned and live --------------------------------------------------------------------------
 
 
 def test_sw201_weighs_real_shards():
@@ -789,7 +789,7 @@ def test_audit_of_an_optimizer_state():
     assert not sw.audit(plan, sw.shard(state, plan))
 
 
-def test_audit_allows_and_reports_what_it_allowed_in_vain():
+def test_audit_allows_and_reports_unused_allowances():
     layout = sw.layout(linear(), cpu("data=8"), {"kernel": P("data")})
     findings = sw.audit(layout, linear()(), allow={"SW201": ["kernel", "bias"]})
     assert codes(findings) == ["SW112"] and codes(findings.allowed) == ["SW201"]
@@ -808,7 +808,7 @@ def test_patterns_and_allowances_match_numbered_steps():
     assert len(sw.check(layout, allow={"SW105": "layers.3.kernel", "SW111": "model"})) == 9
 
 
-def test_unlike_findings_are_not_folded():
+def test_different_findings_are_not_folded():
     def make():
         return nnx.Sequential(
             nnx.Linear(6, 8, use_bias=False, rngs=rngs()),

@@ -19,7 +19,7 @@ def mesh():
 
 
 class Bare(nnx.Module):
-    """Arrays that are no variables, Python numbers, and NumPy arrays of 64 bits."""
+    """Arrays that are not variables, Python numbers, and 64-bit NumPy arrays."""
 
     def __init__(self):
         self.w = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -73,7 +73,7 @@ def test_parameters_in_a_list_at_the_root():
     assert (opt["0.mu.p.0"].spec, opt["0.nu.p.1"].spec) == (P("model"), P("data"))
 
 
-def test_an_update_that_cannot_be_traced_leaves_what_it_cannot_tell_whole():
+def test_an_update_that_cannot_be_traced_leaves_unknown_dims_replicated():
     layout = sw.layout(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh(), {"kernel": P("data")})
     opt = layout.for_optimizer(optax.lbfgs(memory_size=16))
     stacked = [leaf for leaf in opt.leaves if leaf.shape == (16, 16, 16)]
@@ -115,7 +115,7 @@ def test_prints_in_an_initialiser_are_kept(capsys):
     assert not sw.audit(layout, model)
 
 
-def test_layers_alike_are_compiled_once_and_differ_in_value():
+def test_identical_layers_are_compiled_once_and_differ_in_value():
     class Deep(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
@@ -166,7 +166,7 @@ def test_half_a_pair_is_left_alone():
     assert collectives(sw.init(FusedGlu, layout), (x,)) == {}
 
 
-def test_inputs_that_are_no_arrays_and_a_mesh_that_the_caller_set():
+def test_inputs_that_are_not_arrays_and_a_mesh_that_the_caller_set():
     class Switch(nnx.Module):
         def __init__(self):
             self.up = nnx.Linear(16, 32, rngs=nnx.Rngs(0))

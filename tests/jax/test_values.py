@@ -1,4 +1,4 @@
-"""Values in sentences: short, and shapes instead of contents."""
+"""Values in messages: short, and with shapes instead of contents."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def make():
     return models.Mlp(16, 32, nnx.Rngs(0))
 
 
-# What may be given an array, or many, by mistake.
+# Arguments that may be an array, or many arrays, by mistake.
 REFUSED = {
     "a rule": lambda: sw.layout(make, MESH, {"**": BIG}),
     "a rule's answer": lambda: sw.layout(make, MESH, lambda leaf: BIG),

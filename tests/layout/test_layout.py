@@ -82,7 +82,7 @@ KINDS = {
 }
 
 
-def test_every_variable_is_a_leaf_and_tied_ones_are_one():
+def test_every_variable_is_a_leaf_and_tied_variables_share_one():
     layout = lay(Everything)
     wanted = {path: kind for kind, paths in KINDS.items() for path in paths.split()}
     assert {leaf.path: leaf.kind for leaf in layout.leaves} == wanted
@@ -110,7 +110,7 @@ ZOO = {
 
 
 @pytest.mark.parametrize("case", ZOO)
-def test_factory_live_and_abstract_model_lay_out_alike_and_make_no_array(case):
+def test_a_factory_a_live_and_an_abstract_model_give_the_same_layout_and_create_no_array(case):
     make, inputs = ZOO[case]
     with nnx.use_eager_sharding(False):
         model, shapes = make(), nnx.eval_shape(make)
@@ -128,7 +128,7 @@ def test_factory_live_and_abstract_model_lay_out_alike_and_make_no_array(case):
         assert jax.tree.structure(tree) == jax.tree.structure(state)
 
 
-def test_bytes_per_device_are_those_of_live_arrays():
+def test_bytes_per_device_match_live_arrays():
     mesh = sw.mesh("data=2,model=4", on="cpu:8", explicit=("data",))
     layout = sw.layout(Everything, mesh, [{"norm.*": ROW}, sw.fsdp("data", min_bytes=8)])
     arrays = jax.tree.leaves(nnx.state(sw.init(Everything, layout)))
@@ -353,7 +353,7 @@ def test_bad_lockfiles(tmp_path, case):
     assert str(caught.value) == message.replace("FILE", str(file))
 
 
-def test_what_cannot_be_written_leaves_nothing_behind():
+def test_a_failed_write_leaves_nothing_behind():
     with tempfile.TemporaryDirectory() as folder:
         for name, why in {"": "Is a directory", "/none/x": "No such file or directory"}.items():
             with pytest.raises(ValueError, match=f"cannot be written to {folder}{name}: {why}$"):
@@ -391,7 +391,7 @@ mesh data=2,model=4 -> data=4
         sw.diff(old, real.mesh)
 
 
-def test_a_layout_with_tuples_for_keys_is_read_back(tmp_path):
+def test_a_layout_with_tuples_as_keys_survives_a_round_trip(tmp_path):
     # `nnx.WeightNorm` keeps its scales in a dict by tuples, which JSON does not have.
     make = lambda: nnx.WeightNorm(  # noqa: E731
         nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)

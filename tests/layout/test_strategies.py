@@ -51,7 +51,7 @@ def named():
 
 
 class Net(nnx.Module):
-    """Parts by name, and the function that calls them."""
+    """Modules by name, and the function that calls them."""
 
     def __init__(self, call, parts):
         self.call = call
@@ -140,14 +140,14 @@ def test_rules_in_order(case):
 
 
 @pytest.mark.parametrize("case", NO_OPINION)
-def test_fsdp_leaves_a_leaf_as_it_is(case):
+def test_fsdp_leaves_a_leaf_unsplit(case):
     rules, reason = NO_OPINION[case]
     leaf = lay(mlp, rules, "data=2,model=4,seq=3")["up.kernel"]
     assert (leaf.trail[-1].spec, leaf.trail[-1].reason) == (None, reason)
 
 
 class Gpt(nnx.Module):
-    """Many leaves of less than 1 MiB, as small models have them."""
+    """Many leaves under 1 MiB, as in small models."""
 
     def __init__(self, layers=8, width=256, vocab=512):
         self.embed = nnx.Embed(vocab, width, rngs=rngs())
@@ -170,13 +170,15 @@ def test_fsdp_splits_a_small_model_of_small_leaves():
     )
 
 
-# What fsdp leaves by itself: layers, width, mesh. On more devices less is left.
+# What fsdp leaves unsplit by default: layers, width, mesh. On more devices less is left.
 SIZES = [(1, 32), (8, 256), (24, 64), (40, 8), (3, 1000)]
 
 
 @pytest.mark.parametrize("axes", ["data=2", "data=8", "data=64", "data=8,model=4", "data=1"])
 @pytest.mark.parametrize("layers, width", SIZES)
-def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, width, axes):
+def test_fsdp_leaves_only_a_small_share_of_the_model_and_of_each_device_unsplit(
+    layers, width, axes
+):
     def make():
         return Gpt(layers, width)
 
@@ -188,7 +190,7 @@ def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, widt
     assert all(leaf.shard_bytes < 2**20 for leaf in left)
     assert size < 0.01 * before.bytes_per_device or not left
     assert after.bytes_per_device <= 1.1 * split.bytes_per_device
-    # Never one of two that were alike before, and never a larger one than one that was split.
+    # Never one of two equal leaves, and never a leaf that is larger than one that is split.
     was = {leaf.path: leaf.shard_bytes for leaf in before.leaves}
     cut = [leaf for leaf in after.leaves if leaf.gathered]
     assert max((was[leaf.path] for leaf in left), default=0) < min(was[x.path] for x in cut)
@@ -197,7 +199,7 @@ def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, widt
 
 
 def test_fsdp_counts_what_earlier_rules_left_on_each_device():
-    # Split four ways by a rule, the kernels are the smallest; by themselves they were the largest.
+    # Split four ways by a rule, the kernels are the smallest leaves; unsplit they are the largest.
     parts = {"big": linear(64, 64, use_bias=False), "small": linear(40, 40, use_bias=False)}
     parts |= {"huge": linear(1024, 1024, use_bias=False)}
     left = lay(net(**parts), [{"big.kernel": SIXTEEN}, sw.fsdp("data")], "data=2,model=4,seq=4")
@@ -207,7 +209,7 @@ def test_fsdp_counts_what_earlier_rules_left_on_each_device():
     assert left["small.kernel"].reason.startswith("fsdp('data'): one of 2 small leaves, 7.2 KiB")
 
 
-def test_what_does_not_divide_is_told_and_not_counted_as_small():
+def test_indivisible_leaves_are_reported_and_not_counted_as_small():
     make = net(odd=linear(7, 9), drop=lambda: nnx.Dropout(0.1, rngs=rngs()), even=linear(64, 64))
     layout = lay(make, sw.fsdp("data"), "data=8")
     why = {leaf.path: (leaf.left, leaf.reason) for leaf in layout.leaves if leaf.ndim != 2}
@@ -217,7 +219,7 @@ def test_what_does_not_divide_is_told_and_not_counted_as_small():
     assert "; not split: 4 indivisible leaves (" in str(layout)
 
 
-def test_a_saved_layout_and_an_optimizer_know_what_was_left(tmp_path):
+def test_a_saved_layout_and_an_optimizer_layout_keep_what_was_left_unsplit(tmp_path):
     layout = lay(Gpt, "fsdp", "data=8")
     layout.save(tmp_path / "layout.json")
     assert str(sw.load_layout(tmp_path / "layout.json")) == str(layout)

@@ -29,12 +29,12 @@ def run(model, args):
 
 
 def collectives(model, args):
-    """Returns how often each collective stands in the compiled forward pass."""
+    """Returns how often each collective occurs in the compiled forward pass."""
     return run(model, args)[1]
 
 
 def count(compiled):
-    """Returns how often each collective stands in a compiled program."""
+    """Returns how often each collective occurs in a compiled program."""
     found = re.findall(
         r"= (?:\([^=]*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
         compiled.as_text(),
@@ -206,7 +206,7 @@ def resized(x):
     return jax.image.resize(x, (x.shape[0], 16, 16, x.shape[3]), "bilinear")
 
 
-# What may stand between two convolutions: whether channels can be split through it.
+# Operations between two convolutions, and whether channels can be split through them.
 BETWEEN = {
     "depthwise": (lambda h, r: conv(h, r, feature_group_count=h), True),
     "depthwise-strided": (lambda h, r: conv(h, r, feature_group_count=h, strides=(2, 2)), True),
@@ -224,7 +224,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("case", BETWEEN)
-def test_channels_through_what_keeps_them_apart(case):
+def test_channels_are_split_through_operations_that_keep_them_separate(case):
     between, splits = BETWEEN[case]
     make = lambda: models.Separable(rngs(), between)  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (2, 8, 8, 8))
@@ -251,7 +251,7 @@ def cache(kv_heads=4):
 
 
 @pytest.mark.parametrize("write", ["slice", "at", "vmap"])
-def test_heads_are_split_with_the_cache_that_comes_in(write):
+def test_heads_are_split_with_a_cache_among_the_inputs(write):
     make = lambda: models.CachedAttention(16, 8, 4, 8, rngs(), write=write)  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (2, 3, 16))
     mesh = sw.mesh("model=4", on="cpu:4")
@@ -298,7 +298,7 @@ def test_a_cache_that_cannot_be_split_keeps_its_heads():
 
 
 @pytest.mark.parametrize("spec", [P(), P(None, None, "model")], ids=["replicated", "split"])
-def test_keys_that_come_in_are_no_obstacle(spec):
+def test_keys_among_the_inputs_do_not_prevent_a_split(spec):
     make = lambda: models.CrossAttention(16, 8, 8, rngs())  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (2, 3, 16))
     keys, values = jax.random.normal(jax.random.key(2), (2, 2, 5, 8, 8))
@@ -311,8 +311,8 @@ def test_keys_that_come_in_are_no_obstacle(spec):
     assert collectives(sw.init(make, layout), args) == {"all-reduce": 1}
 
 
-def test_the_dims_of_a_batch_stay():
-    # Features that come in, and a sequence that a table of positions is added to.
+def test_dims_of_the_batch_are_not_split():
+    # Input features, and a sequence to which a table of positions is added.
     class Positions(nnx.Module):
         def __init__(self, rngs):
             self.table = nnx.Param(jnp.zeros((8, 16)))
@@ -394,7 +394,7 @@ def test_a_method_is_traced_by_its_name_or_as_a_function():
         assert {row.kind for row in compiled.collectives} == {"all-reduce"}
 
 
-def test_what_the_trace_never_meets_is_guessed():
+def test_leaves_that_the_trace_never_reaches_are_guessed():
     mesh = sw.mesh("model=4", on="none")
     layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS)
     wanted = BODY | {"head.kernel": COLUMN}

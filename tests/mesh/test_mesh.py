@@ -1,4 +1,4 @@
-"""Meshes by name, and what is said when they do not fit."""
+"""Meshes by name, and the errors for those that do not fit."""
 
 import math
 import subprocess
@@ -40,7 +40,7 @@ def test_meshes_of_devices(axes, on, sizes):
         ("data=8", "H100:8", 8),
     ],
 )
-def test_meshes_of_chips_that_are_not_here(axes, on, size):
+def test_meshes_of_absent_chips(axes, on, size):
     mesh = sw.mesh(axes, on)
     assert isinstance(mesh, AbstractMesh) and mesh.size == size
 
