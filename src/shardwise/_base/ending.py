@@ -26,7 +26,7 @@ _stderr = -1
 
 
 @contextlib.contextmanager
-def undone(undo: Callable[[], Any]) -> Iterator[None]:
+def cleaned_up_on_signal(undo: Callable[[], Any]) -> Iterator[None]:
     """Calls `undo` if a signal ends the process inside the block; inner blocks are undone first."""
     _undo.append(undo)
     try:

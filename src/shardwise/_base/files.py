@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from .ending import undone
+from .ending import cleaned_up_on_signal
 from .terminal import tell
 
 # stdout is open already, wherever it is redirected to: replacing that file would lose the output.
@@ -35,7 +35,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         return
     target = Path(os.path.realpath(path))
     partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
-    with undone(lambda: partial.unlink(missing_ok=True)):
+    with cleaned_up_on_signal(lambda: partial.unlink(missing_ok=True)):
         try:
             with open(partial, "x", encoding="utf-8") as out:
                 out.write(text)

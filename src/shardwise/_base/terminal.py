@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .ending import undone
+from .ending import cleaned_up_on_signal
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -160,7 +160,7 @@ def working(what: str, *, show: bool = True) -> Iterator[None]:
             redirect_stderr=False,
         )
         # A spinner hides the cursor, which must be restored however this ends.
-        with undone(lambda: os.write(own.fileno(), b"\r\x1b[K\x1b[?25h")), bar:
+        with cleaned_up_on_signal(lambda: os.write(own.fileno(), b"\r\x1b[K\x1b[?25h")), bar:
             bar.add_task(what, total=None)
             yield
 

@@ -182,7 +182,7 @@ class Findings(Sequence[Finding]):
         """
         blocks = []
         for code in _by_code(self.items):
-            groups = alike(code)
+            groups = group_similar(code)
             if code[0].code in _BY_SUBTREE and len(groups) > _LISTED:
                 blocks += map(_subtree_text, subtrees(code))
                 continue
@@ -273,7 +273,7 @@ def make_finding(code: str, path: str, message: str, help: str = "", context: st
     return Finding(code, CODES[code][1], path, message, help, context)
 
 
-def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
+def group_similar(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Returns findings in groups that differ only in a layer's number."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:

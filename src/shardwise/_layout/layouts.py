@@ -333,35 +333,35 @@ def _sizes(mesh: AnyMesh) -> dict[str, int]:
 
 def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
     try:
-        said = pick(leaf)
+        opinion = pick(leaf)
     except Exception as error:
         error.add_note(f"raised by the rule {source!r} for the leaf {leaf.path!r}")
         raise
-    if said is None:
+    if opinion is None:
         return leaf
-    if not isinstance(said, Opinion):
-        said = Opinion(require_spec(said, f"rule {source!r} at {leaf.path!r}"))
-    elif said.spec is not None:
-        require_spec(said.spec, f"rule {source!r} at {leaf.path!r}")
-    said = dataclasses.replace(said, source=source)
-    trail = (*leaf.trail, said)
-    if said.spec is None:
+    if not isinstance(opinion, Opinion):
+        opinion = Opinion(require_spec(opinion, f"rule {source!r} at {leaf.path!r}"))
+    elif opinion.spec is not None:
+        require_spec(opinion.spec, f"rule {source!r} at {leaf.path!r}")
+    opinion = dataclasses.replace(opinion, source=source)
+    trail = (*leaf.trail, opinion)
+    if opinion.spec is None:
         # Until a rule decides, the best reason available is why the last one did not.
-        undecided = said.reason and all(opinion.spec is None for opinion in leaf.trail)
-        reason = f"{source}: {said.reason}" if undecided else leaf.reason
-        return dataclasses.replace(leaf, reason=reason, trail=trail, left=said.left or leaf.left)
-    reason = f"{source}: {said.reason}" if said.reason else source
-    if said.refines and leaf.spec != P():
+        undecided = opinion.reason and all(earlier.spec is None for earlier in leaf.trail)
+        reason = f"{source}: {opinion.reason}" if undecided else leaf.reason
+        return dataclasses.replace(leaf, reason=reason, trail=trail, left=opinion.left or leaf.left)
+    reason = f"{source}: {opinion.reason}" if opinion.reason else source
+    if opinion.refines and leaf.spec != P():
         reason = f"{leaf.reason}; then {reason}"
-    kept = leaf.gathered if said.refines else frozenset()
+    kept = leaf.gathered if opinion.refines else frozenset()
     return dataclasses.replace(
         leaf,
-        spec=said.spec,
+        spec=opinion.spec,
         reason=reason,
         trail=trail,
-        gathered=kept | said.gathered,
-        intentional=said.intentional,
-        left=said.left,
+        gathered=kept | opinion.gathered,
+        intentional=opinion.intentional,
+        left=opinion.left,
     )
 
 

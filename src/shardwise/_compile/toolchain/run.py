@@ -22,7 +22,7 @@ import numpy as np
 from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._base import option, undone, working
+from ..._base import cleaned_up_on_signal, option, working
 from ..._chips import Chips
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
@@ -124,7 +124,7 @@ def compile_absent(
         return kept
     with (
         tempfile.TemporaryDirectory(prefix="shardwise-") as name,
-        undone(lambda: shutil.rmtree(name, ignore_errors=True)),
+        cleaned_up_on_signal(lambda: shutil.rmtree(name, ignore_errors=True)),
     ):
         folder = Path(name)
         (folder / "module").write_bytes(module)
@@ -217,7 +217,7 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            with undone(lambda: _kill(process)):
+            with cleaned_up_on_signal(lambda: _kill(process)):
                 code = process.wait()
         finally:
             if process.poll() is None:
