@@ -85,7 +85,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
         "  help: resume with the optimizer that it was trained with; or restore with that one, and "
         "start another run from its model\n"
         "error[SW402] extra-in-checkpoint: optimizer.0.mu.**\n"
-        "  2 arrays, first optimizer.0.mu.bias: the checkpoint has float32["
+        "  2 arrays, the first optimizer.0.mu.bias: the checkpoint has float32["
     )
     assert out.count("error[SW402] extra-in-checkpoint") == 3 and "5 errors, 0 warnings" in out
     rows = json.loads(run(*preflight, "small.py:plain", "--format", "json")[1])["findings"]
@@ -96,7 +96,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     status, out, err = run("train", "small.py:plain", *train[2:], "--steps", "8", "--resume")
     assert status == 2 and err.splitlines()[-1].startswith(
         "shardwise: 5 findings: optimizer.0.count: SW402 the checkpoint has int32[], the recipe has "
-        "no such array; optimizer.0.mu.** (2 arrays, first optimizer.0.mu.bias): SW402 "
+        "no such array; optimizer.0.mu.** (2 arrays, the first optimizer.0.mu.bias): SW402 "
     )
     assert err.endswith(
         " (help: resume with the optimizer that it was trained with; or restore with that one, and "

@@ -236,7 +236,7 @@ def test_a_directory_that_processes_do_not_share_is_refused_before_training(tmp_
 def test_a_mesh_has_devices_of_every_process(tmp_path):
     code, output = differ(tmp_path, "mesh")
     assert code == 1, output
-    words = r"mesh: ValueError: the mesh has 2 of the 4 devices, none of them of process 1: each of"
+    words = r"mesh: ValueError: the mesh has 2 of the 4 devices, but none from process 1: each of"
     assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
 
 

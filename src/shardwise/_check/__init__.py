@@ -5,7 +5,7 @@ from .findings import Allow as Allow
 from .findings import Finding as Finding
 from .findings import Findings as Findings
 from .findings import LayoutError as LayoutError
-from .findings import alike as alike
+from .findings import group_similar as group_similar
 from .findings import make_finding as make_finding
 from .findings import sift as sift
 from .live import audit as audit

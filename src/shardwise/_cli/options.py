@@ -296,7 +296,7 @@ def _require_policy(remat: str) -> None:
         remat_policy(remat)
     except ValueError as error:
         # A shell cannot give a policy itself.
-        text = str(error).removeprefix("remat=").partition("; others")[0]
+        text = str(error).removeprefix("remat=").partition("; or pass")[0]
         raise ValueError(f"--remat {text}; or none, for no rematerialisation") from error
 
 

@@ -152,7 +152,7 @@ def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
     if isinstance(given, P):
         return [given] * len(flat)
     try:
-        found = treedef.flatten_up_to(given)
+        found: list[Any] = treedef.flatten_up_to(given)
     except (ValueError, TypeError):
         found = [None]
     if not all(isinstance(spec, P) for spec in found):

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._base import option, public, undone, working
+from ..._base import cleaned_up_on_signal, option, public, working
 from ..._chips import Chips
 from ..._jax import missing, module_bytes
 from .cache import FORMAT, cache_folder, read_entry, write_entry
@@ -142,7 +142,7 @@ def compile_absent(
         return kept
     with (
         tempfile.TemporaryDirectory(prefix="shardwise-") as name,
-        undone(lambda: shutil.rmtree(name, ignore_errors=True)),
+        cleaned_up_on_signal(lambda: shutil.rmtree(name, ignore_errors=True)),
     ):
         folder = Path(name)
         (folder / "module").write_bytes(module)
@@ -236,7 +236,7 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            with undone(lambda: _kill(process)):
+            with cleaned_up_on_signal(lambda: _kill(process)):
                 code = process.wait()
         finally:
             if process.poll() is None:
