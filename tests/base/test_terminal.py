@@ -19,9 +19,11 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise import _cli, _cli_complete, _terminal
+from shardwise._base import terminal as _terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
+from shardwise._cli import complete as _cli_complete
+from shardwise._cli import options as _cli
 from shardwise._cli.bars import bar
 from shardwise._cli.tree import tree_text
 from shardwise._compile.compiled import Part
