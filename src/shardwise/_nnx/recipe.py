@@ -142,9 +142,7 @@ def remat_policy(given: Remat) -> Callable[..., Any]:
     """
     if callable(given):
         return given
-    # Some of the names make a policy from arguments; those are given as the policy itself.
-    plain = ("dots_", "nothing_", "everything_", "checkpoint_dots")
-    names = [n for n in dir(jax.checkpoint_policies) if n.startswith(plain)]
+    names = policy_names()
     if given not in names:
         raise ValueError(
             f"remat={show_value(given)} is no policy without arguments of jax.checkpoint_policies: they are "
@@ -152,3 +150,10 @@ def remat_policy(given: Remat) -> Callable[..., Any]:
             f"jax.checkpoint_policies.save_only_these_names('attention')"
         )
     return getattr(jax.checkpoint_policies, given)
+
+
+def policy_names() -> list[str]:
+    """Returns the names of JAX's rematerialisation policies that take no arguments."""
+    # The other names make a policy from arguments; users pass the policy itself.
+    plain = ("dots_", "nothing_", "everything_", "checkpoint_dots")
+    return [n for n in dir(jax.checkpoint_policies) if n.startswith(plain)]
