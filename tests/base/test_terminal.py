@@ -204,12 +204,12 @@ def test_plan_of_one_device_reads_well(run):
 
 
 TREE = """\
-model                 bytes/device  share  split                  shape
+model                 bytes/device  share  split       shape
 ├── blocks.{0..2} ×3      99.0 KiB  60.7%  over data
-│   ├── bias               3.0 KiB   1.8%  whole on every device  float32[256]
-│   └── kernel            96.0 KiB  58.9%  P('data')              float32[256,256]
-└── embed.embedding       64.0 KiB  39.3%  whole on every device  float32[64,256]
-163.0 KiB on each of 8 devices of data=8 (exact), 41.1% of them in 4 leaves that lie whole on every device; a folded row counts all that it stands for
+│   ├── bias               3.0 KiB   1.8%  replicated  float32[256]
+│   └── kernel            96.0 KiB  58.9%  P('data')   float32[256,256]
+└── embed.embedding       64.0 KiB  39.3%  replicated  float32[64,256]
+163.0 KiB on each of 8 devices of data=8 (exact), 41.1% of them in 4 replicated leaves; a folded row is the sum of its layers
 """
 
 
@@ -310,7 +310,7 @@ def test_a_command_on_a_terminal_shows_progress_and_cleans_up(run):
     command = ("plan", "model.py:make", "--mesh", "data=8", "--on", "v5e:2x4", "--tree")
     shown = on_terminal(SHARDWISE, *command)
     assert "laying out model.py:make" in shown and "\x1b[?25h" in shown  # the cursor is restored
-    assert "\x1b[1;33mwhole on every device" in shown
+    assert "\x1b[1;33mreplicated" in shown
     left = screen(shown)
     assert "laying out" not in left and left == run(*command)[1]
 
@@ -415,7 +415,7 @@ def test_jax_is_not_imported_before_it_is_needed(case):
 
 
 def commands():
-    return typer.main.get_command(_cli.app).commands.items()
+    return typer.main.get_command(_cli.options.app).commands.items()
 
 
 MINE = ("plan", "check", "compile", "train", "checkpoints", "chips", "models", "doctor")
@@ -502,10 +502,10 @@ def test_a_code_is_explained_without_the_docs(run):
     assert run("explain", "indivisible-dim") == (0, out, "")
     _, out, _ = run("explain")
     assert [line.split()[0] for line in out.splitlines()[1:-2]] == list(CODES)
-    text = "shardwise: 'SW14' is not a code: nearest are SW104, SW501, SW405\n"
+    text = "shardwise: 'SW14' is not a code: the nearest are SW104, SW501, SW405\n"
     assert run("explain", "SW14") == (2, "", text)
     _, out, _ = run("check", "model.py:make", *MESH[:2], "--rules", "wrong.toml")
-    assert out.endswith("shardwise explain SW101 says what it is about, and what to do\n")
+    assert out.endswith("shardwise explain SW101 explains it, and what to do\n")
 
 
 def test_a_missing_argument_is_reported_with_an_example(run):

@@ -108,7 +108,7 @@ def test_what_fits_has_status_0_as_text_as_json_and_saved(run, folder, on, chip)
     assert (status, err) == (0, "saved step.json\n")
     shown = json.loads(out)
     assert shown["fits"] is True and shown["verdict"] == first and shown["cached"] is True
-    assert shown["target"] == on[1] and shown["platform"] == chip.platform
+    assert shown["chips"] == on[1] and shown["platform"] == chip.platform
     assert shown["mesh"] == {"data": 4} and shown["refused"] == ""
     memory = shown["memory"]
     assert memory["capacity"] == chip.capacity_bytes
@@ -218,7 +218,7 @@ def test_plan_with_errors_is_shown_and_not_compiled(run):
     _, plan, _ = run(*arguments)
     status, out, err = run(*arguments, "--compile")
     assert (status, err) == (1, "")
-    assert out == f"{plan}\nnot compiled: the layout has errors\n" and "error[SW101]" in out
+    assert out == f"{plan}\nnot compiled because the layout has errors\n" and "error[SW101]" in out
     status, out, err = run(*arguments, "--compile", "--format", "json")
     assert (status, err, json.loads(out)["compiled"]) == (1, "", None)
 
@@ -274,14 +274,14 @@ def test_doctor(run):
         ),
         (
             ("compile", "qwen3-0.5b", *FSDP, *GPU),
-            r"target 'qwen3-0.5b' is no published shape \(near ones: qwen3-0.6b, ",
+            r"target 'qwen3-0.5b' is not a published shape \(the nearest are qwen3-0.6b, ",
         ),
         ((*STEP, "--on", "none"), "--on none has no devices to compile for: name chips, such as "),
         (("plan", *STEP[1:], "--compile"), "--on none has no devices to compile for: name chips"),
         (
             ("compile", "small.py:recipe", "--mesh", "data=4", "--rules", "axis.toml", *GPU),
-            "nothing was compiled, since the layout has errors: down.kernel: error.SW101. axis "
-            "'modle' is not on the mesh .*; and 1 more, which shardwise check shows",
+            "not compiled because the layout has errors: down.kernel: error.SW101. axis "
+            "'modle' is not on the mesh .*; shardwise check shows 1 more",
         ),
         ((*STEP, *GPU, "--batch", "32x"), "--batch '32x': write sizes, such as 256 or 256x4096"),
         ((*STEP, *GPU, "--batch", "0"), "--batch '0': write sizes, such as 256 or 256x4096"),
@@ -303,23 +303,23 @@ def test_doctor(run):
         ),
         (
             ("compile", "small.py:make", *FSDP, *GPU),
-            r"target 'small.py:make' is a model: say .* --inputs 'int32\[8,128\]'; or name a Recipe",
+            r"target 'small.py:make' is a model: give .* --inputs 'int32\[8,128\]', or name a Recipe",
         ),
         (
             ("compile", "small.py:make", *FSDP, *GPU, "--batch", "8"),
-            "--batch is for a recipe: target 'small.py:make' is none",
+            "--batch needs a recipe, and target 'small.py:make' is not one",
         ),
         (
             ("compile", "small.py:make", *FSDP, *GPU, "--remat", "none"),
-            "--remat is for a recipe: target 'small.py:make' is none",
+            "--remat needs a recipe, and target 'small.py:make' is not one",
         ),
         (
             (*STEP, *GPU, "--remat", "dots"),
-            "--remat 'dots' is not a policy .*dots_saveable.*; or none, for no rematerialisation",
+            "--remat 'dots' is not a policy: give one of none, .*dots_saveable",
         ),
         (
             ("compile", "qwen3-0.6b", *FSDP, *GPU, "--remat", "dots"),
-            "--remat 'dots' is not a policy .*dots_saveable.*; or none, for no rematerialisation",
+            "--remat 'dots' is not a policy: give one of none, .*dots_saveable",
         ),
         (
             (*STEP, *GPU, "--save", "nowhere/step.json"),

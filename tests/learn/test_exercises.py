@@ -246,7 +246,7 @@ def test_a_skeleton_is_written_once(run, folder):
             )
     code, out, err = run("learn", "start", "1")
     assert (code, out) == (2, "")
-    assert err == "shardwise: lesson1.py exists, and is not overwritten: name another file\n"
+    assert err == "shardwise: lesson1.py already exists and is not overwritten: name another\n"
 
 
 BAD = {
@@ -268,7 +268,10 @@ BAD = {
     "no time": (("check", "2", "none.py", "--limit", "0"), "the limit is 0 s"),
     "not a number": (("check", "two", "x.py"), "'LESSON'"),
     "start of none": (("start", "0"), "lesson 0 does not exist"),
-    "start without .py": (("start", "1", "mine"), "mine is no name for a module: end it in .py"),
+    "start without .py": (
+        ("start", "1", "mine"),
+        "mine is not the name of a Python file: it must end in .py",
+    ),
     "start in no folder": (
         ("start", "1", "a/b.py"),
         "a/b.py cannot be written: there is no folder a",

@@ -22,7 +22,7 @@ _STYLES = (
     (r"^(fits|no findings)\b", "bold green"),
     (r"^(does not fit|cannot run)\b", "bold red"),
     (r"^0 errors, [1-9]\d* warnings?\b", "bold yellow"),
-    (r"\b(whole|replicated) on (each|every|all)( of)?( \d+)?( devices?)?", "bold yellow"),
+    (r"\breplicated( on all \d+ devices)?", "bold yellow"),
     (r"(?<=  )P\(\)(?=  )", "yellow"),
     (r"\((exact|compiled|measured|modelled)\)", "dim"),
     (r"(?<=  )(exact|compiled)$", "dim"),

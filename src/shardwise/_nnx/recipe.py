@@ -147,9 +147,7 @@ def remat_policy(policy: Remat) -> Callable[..., Any]:
     """
     if callable(policy):
         return policy
-    # Other names are functions that make a policy from arguments: pass what they return.
-    plain = ("dots_", "nothing_", "everything_", "checkpoint_dots")
-    names = [n for n in dir(jax.checkpoint_policies) if n.startswith(plain)]
+    names = policy_names()
     if policy not in names:
         raise ValueError(
             f"remat={show_value(policy)} is not a policy of jax.checkpoint_policies that takes no "
@@ -157,3 +155,10 @@ def remat_policy(policy: Remat) -> Callable[..., Any]:
             f"jax.checkpoint_policies.save_only_these_names('attention')"
         )
     return getattr(jax.checkpoint_policies, policy)
+
+
+def policy_names() -> list[str]:
+    """Returns the names of JAX's rematerialisation policies that take no arguments."""
+    # The other names make a policy from arguments; users pass the policy itself.
+    plain = ("dots_", "nothing_", "everything_", "checkpoint_dots")
+    return [n for n in dir(jax.checkpoint_policies) if n.startswith(plain)]
