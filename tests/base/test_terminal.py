@@ -19,9 +19,11 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise import _cli, _cli_complete, _terminal
+from shardwise import _cli
+from shardwise._base import terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
+from shardwise._cli import complete
 from shardwise._cli.bars import bar
 from shardwise._cli.tree import tree_text
 from shardwise._compile.result import Part
@@ -301,7 +303,7 @@ def test_any_encoding_gets_a_complete_text(encoding):
 
 def test_all_that_is_drawn_has_a_plain_form():
     drawn = TREE + "".join(text for _, text in BARS.values())
-    assert drawn.translate(_terminal._PLAIN).isascii()
+    assert drawn.translate(terminal._PLAIN).isascii()
 
 
 def test_a_command_on_a_terminal_says_what_takes_long_and_cleans_up(run):
@@ -385,12 +387,12 @@ def test_other_shells_complete(shell):
 
 
 def test_what_is_completed_is_known():
-    for name in _cli_complete.STRATEGIES:
+    for name in complete.STRATEGIES:
         assert flatten_rules(name, {"data": 2, "model": 4})
-    for on in _cli_complete.complete_devices(""):
+    for on in complete.complete_devices(""):
         if on not in ("here", "none", "cpu:8"):
             assert sw.mesh({"data": -1}, on=on).size > 1
-    for policy in _cli_complete.POLICIES[1:]:
+    for policy in complete.POLICIES[1:]:
         assert remat_policy(policy)
 
 

@@ -185,6 +185,7 @@ def test_what_cannot_run_is_one_sentence(run, folder, case):
         assert err == f"shardwise: {message.format(folder=folder)}\n"
 
 
+@pytest.mark.once
 def test_launch_returns_the_status_of_its_processes():
     code = "import os, sys; print(os.environ['SHARDWISE_PROCESS']); sys.exit(3)"
     command = [sys.executable, "-m", "shardwise", "launch", "-n", "1", "--", sys.executable]
@@ -192,6 +193,7 @@ def test_launch_returns_the_status_of_its_processes():
     assert (done.returncode, done.stdout) == (3, "[0] 0\n")
 
 
+@pytest.mark.once
 def test_the_example_of_launch_s_help_runs(run, folder):
     (line,) = pages.help_examples(run("launch", "--help")[1])
     np.save(folder / "tokens.npy", np.arange(2000, dtype="uint16") % 64)
@@ -202,6 +204,7 @@ def test_the_example_of_launch_s_help_runs(run, folder):
     assert done.returncode == 0 and "step 2/2" in done.stdout + done.stderr, done.stderr
 
 
+@pytest.mark.once
 def test_demo_shows_a_whole_run(run):
     (line,) = pages.help_examples(run("demo", "--help")[1])
     status, out, err = run(*shlex.split(line)[1:], "--checkpoints", "runs/demo")

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.interpreters import mlir
 
-from shardwise import _compile_cache, _compiler
+from shardwise._compile.toolchain import cache
+from shardwise._compile.toolchain import run as toolchain
 from shardwise._compile.toolchain.cache import cache_folder, read_entry, write_entry
 
 KEY = "0123456789abcdef" * 2
@@ -24,7 +25,7 @@ FIELDS = {"hlo": "HloModule x" * 100, "stats": {"a": 1}}
 def compile_small(show=False):
     lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32"))
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    return _compiler.compile_absent(module, None, {"data": 1}, {}, lowered.as_text(), show=show)
+    return toolchain.compile_absent(module, None, {"data": 1}, {}, lowered.as_text(), show=show)
 
 
 def _emptied(path):
@@ -165,7 +166,7 @@ def test_two_processes_keep_the_same_entry_at_once(tmp_path):
 
 
 def test_the_entries_used_longest_ago_and_what_was_left_behind_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(_compile_cache, "_MOST", 3)
+    monkeypatch.setattr(cache, "_MOST", 3)
     keys = [f"{i:032x}" for i in range(5)]
     long_ago = time.time() - 10 * 86_400
     for i, key in enumerate(keys):

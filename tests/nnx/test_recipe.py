@@ -292,6 +292,7 @@ def test_rngs_that_are_handed_to_a_module_with_remat_go_on():
 LAST = nnx.All(nnx.Param, nnx.PathContains("down"))
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("remat", [None, {"up": "nothing_saveable"}], ids=["kept", "remat"])
 def test_what_is_not_trained_stays_bitwise(dtype, remat):

@@ -123,7 +123,7 @@ def test_a_failure_is_named_and_ends_the_rest(mode, code, how, capfd):
 
 
 def test_a_process_that_ignores_sigterm_is_killed(capfd, monkeypatch):
-    monkeypatch.setattr("shardwise._launch.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("shardwise._processes.launcher.GRACE_SECONDS", 0.5)
     # Its own signal is ignored as soon as it waits, long before the other one ends.
     stubborn = (
         "import os, runpy, sys, time;"

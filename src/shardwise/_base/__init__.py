@@ -12,6 +12,10 @@ from .frames import is_users as is_users
 from .frames import line_of as line_of
 from .frames import show_line as show_line
 from .frames import users_line as users_line
+from .loading import add_folder as add_folder
+from .loading import beside as beside
+from .loading import load_file as load_file
+from .loading import shadowed as shadowed
 from .tables import Row as Row
 from .tables import fold_numbers as fold_numbers
 from .tables import html_table as html_table

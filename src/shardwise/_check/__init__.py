@@ -9,5 +9,6 @@ from .findings import alike as alike
 from .findings import make_finding as make_finding
 from .findings import sift as sift
 from .live import audit as audit
-from .live import structure_findings as structure_findings
+from .matching import matched as matched
+from .matching import require_match as require_match
 from .planned import check as check

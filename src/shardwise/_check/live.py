@@ -12,8 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from .._base import public, show_bytes
 from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
-from .._nnx import Leaf, array_bytes, keyed_leaves, shape_of, show_path
+from .._nnx import Leaf, array_bytes, keyed_leaves
 from .findings import Allow, Finding, Findings, make_finding, sift
+from .matching import is_alike, match_findings
 
 
 @public
@@ -41,47 +42,13 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
     return sift(_findings(layout, dict(keyed_leaves(state))), allow)
 
 
-def structure_findings(
-    layout: Layout,
-    live: dict[tuple, Any],
-    help: str = "make the layout again from this model",
-) -> Iterator[Finding]:
-    """Yields leaves that are missing, unplanned, or of another shape or dtype."""
-    planned = {leaf.keys: leaf for leaf in layout.leaves}
-    for keys, leaf in planned.items():
-        if keys not in live:
-            yield make_finding(
-                "SW202",
-                leaf.path,
-                f"the layout has this leaf of {show_bytes(leaf.bytes)}, the model has not",
-                help,
-            )
-        elif not _alike(leaf, live[keys]):
-            array = live[keys]
-            yield make_finding(
-                "SW204",
-                leaf.path,
-                f"the layout has {leaf.dtype}{list(leaf.shape)}, the model has "
-                f"{shape_of(array).dtype}{list(shape_of(array).shape)}",
-                help,
-            )
-    for keys in live:
-        if keys not in planned:
-            yield make_finding(
-                "SW203",
-                show_path(keys),
-                f"the model has this leaf of {show_bytes(_bytes(live[keys]))}, the layout has not",
-                help,
-            )
-
-
 def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
-    yield from structure_findings(layout, live)
+    yield from match_findings(layout, live)
     for leaf in layout.leaves:
         array = live.get(leaf.keys)
         for fault in leaf.faults:
             yield make_finding(fault.code, leaf.path, fault.message, fault.help)
-        if array is None or not _alike(leaf, array) or leaf.faults:
+        if array is None or not is_alike(leaf, array) or leaf.faults:
             continue
         sharding = getattr(array, "sharding", None)
         if sharding is None or not isinstance(array, jax.Array):
@@ -107,15 +74,6 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
                 f"shape {leaf.shape}  planned shard {leaf.shard_shape}  "
                 f"live shard {tuple(sharding.shard_shape(leaf.shape))}",
             )
-
-
-def _bytes(array: Any) -> int:
-    return array_bytes(shape_of(array).shape, shape_of(array).dtype)
-
-
-def _alike(leaf: Leaf, array: Any) -> bool:
-    have = shape_of(array)
-    return tuple(have.shape) == leaf.shape and have.dtype == leaf.dtype
 
 
 def _as_planned(layout: Layout, leaf: Leaf, sharding: Any) -> bool:

@@ -22,7 +22,7 @@ from .._check import Allow
 from .._layout import Layout, key_impl
 from .._mesh import show_mesh
 from .._nnx import Recipe
-from .._place import own_mesh, put_anywhere, require_devices, wrap_keys
+from .._place import own_mesh, put_anywhere, require_mesh, wrap_keys
 from .._processes import exchange
 from .._step import Blueprint, NotFinite, TrainState, make_blueprint, named_arrays, show_array
 from . import digest_v1
@@ -289,8 +289,17 @@ class Checkpoints:
             LayoutError: the checkpoint is not of this recipe; no array was read.
             CheckpointError: there is none, or it is damaged.
         """
-        blueprint = make_blueprint(recipe, layout)
-        require_devices(blueprint.layout)
+        return self.restore_onto(make_blueprint(recipe, layout), step=step)
+
+    def restore_onto(self, blueprint: Blueprint, *, step: int | None = None) -> TrainState:
+        """Returns the state of a step as `restore` does, for a step that exists already.
+
+        Args:
+            blueprint: what the step is built from, `step.blueprint`: nothing is traced or checked
+                again.
+            step: the step; the newest without.
+        """
+        require_mesh(blueprint.layout)
         step = self._pick(step)
         about = self.about(step)
         flight_check(blueprint, about).findings.raise_if_errors()

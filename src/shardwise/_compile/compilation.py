@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
-from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from .._base import public
 from .._check import Findings
 from .._chips import Chips
+from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
@@ -116,7 +116,7 @@ def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
 
 def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Program:
     lowered = _lowered(job, chips)
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    module = module_bytes(lowered.compiler_ir("stablehlo"))
     same = _without_callers(lowered.as_text(debug_info=True))
     options = job.options if chips is not None else {}
     return compile_absent(module, chips, mesh.shape, options, same, show=show)
@@ -132,7 +132,7 @@ def _lowered(job: Job, chips: Chips | None) -> Any:
         try:
             return stepped.lower(lowering_platforms=(platform,))
         except ValueError as error:
-            if "require devices to be present" in str(error):
+            if needs_devices(opened(stepped.jaxpr)[0]):
                 raise _NeedsDevices from error
             raise
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.core import eval_jaxpr
 
 from .._base import users_line
+from .private import equation_frames, open_jaxpr
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -33,10 +34,16 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
                 yield item
 
 
-def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Jaxpr:
+def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
     """Returns the part of a jaxpr that these equations are."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return Jaxpr([], invars, outvars, eqns, effects, jaxpr.debug_info.with_unknown_names())
+    return open_jaxpr(invars, outvars, eqns, effects, jaxpr)
+
+
+def jaxpr_as_fun(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns the function that a jaxpr is, open or closed."""
+    program, consts = opened(jaxpr)
+    return lambda *args: eval_jaxpr(program, consts, *args)
 
 
 def call_jaxpr(eqn: Any) -> Any:
@@ -71,6 +78,4 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
 
 def user_line(eqn: Any) -> str:
     """Returns `file.py:12`, the innermost line of the user's that an equation came from."""
-    stack = eqn.source_info.traceback
-    frames = stack.frames if stack is not None else ()
-    return users_line((frame.file_name, frame.line_num) for frame in frames)
+    return users_line(equation_frames(eqn))

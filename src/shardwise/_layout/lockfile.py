@@ -77,16 +77,7 @@ def read(
 
 
 def _row(leaf: Leaf) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "path": leaf.path,
-        "kind": leaf.kind,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": show_spec(leaf.spec),
-    }
-    if not leaf.faults:
-        row |= {"shard": list(leaf.shard_shape), "copies": leaf.copies}
-    row["reason"] = leaf.reason
+    row = {name: value for name, value in leaf.to_dict().items() if value is not None}
     if _keys(leaf.path) != leaf.keys:
         row["keys"] = list(leaf.keys)
     # What a check needs beyond the spec itself: a saved layout has the same findings.

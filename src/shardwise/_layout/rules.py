@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from flax.core import spmd as flax_spmd
 from jax.sharding import PartitionSpec as P
 
 from .._base import count, either, public
-from .._jax import show_value
+from .._jax import active_axis_rules, show_value
 from .._mesh import Axes, dim_axes, normal_spec, require_spec, show_spec
 from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
 
@@ -195,7 +194,7 @@ def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
             f"logical is a {type(logical).__name__}: give a dict, {{'mlp': 'model', 'embed': None}}"
         )
     table = {name: _as_axes(name, to) for name, to in (logical or {}).items()}
-    active = once(flax_spmd.get_logical_axis_rules(), "Flax's active logical axis rules")
+    active = once(active_axis_rules(), "Flax's active logical axis rules")
     own = {
         keys: once(rules, f"the sharding_rules of {'.'.join(map(str, keys))}")
         for keys, variable in model.variables

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from .._mesh import AnyMesh
 from .build import trace_build
@@ -30,6 +30,8 @@ class AbstractModel:
         variables: each variable (or bare array) with its keys, in the order of the state.
         modules: the modules that hold them, by keys.
         typed: the specs that arrays were made with, by keys: `jnp.zeros(…, out_sharding=P("model"))`.
+        program: the jaxpr that initialises the state, of a factory; None for a model that exists.
+        mesh: the mesh under which the factory was traced, if it asks for one; else None.
     """
 
     graphdef: Any
@@ -37,6 +39,8 @@ class AbstractModel:
     variables: tuple[tuple[Keys, Any], ...]
     modules: Mapping[Keys, Any]
     typed: Mapping[Keys, tuple[Any, ...]]
+    program: Any = None
+    mesh: AbstractMesh | None = None
 
 
 def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
@@ -50,15 +54,17 @@ def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
         ValueError: it is none of these, or the factory returns something else.
     """
     typed: dict[Keys, tuple[Any, ...]] = {}
+    program = on = None
     if isinstance(model, nnx.Module):
         built = model
         graphdef, state = nnx.split(built)
         state = jax.tree.map(shape_of, state)
     elif callable(model):
-        graphdef, state, on = trace_build(model, lambda build: nnx.eval_shape(build), mesh)
+        # The only trace of a factory: what initialises the model later is this very program.
+        graphdef, program, state, on = trace_build(model, mesh)
         if on is not None:
             typed = _typed(state)
-            state = jax.tree.map(shape_of, state)
+        state = jax.tree.map(shape_of, state)
         built = nnx.merge(graphdef, state)
     else:
         raise ValueError(
@@ -71,7 +77,7 @@ def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
         for depth in range(1, len(keys)):
             if keys[:depth] not in modules:
                 modules[keys[:depth]] = child_of(modules[keys[: depth - 1]], keys[depth - 1])
-    return AbstractModel(graphdef, state, variables, modules, typed)
+    return AbstractModel(graphdef, state, variables, modules, typed, program, on)
 
 
 def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:

@@ -17,29 +17,28 @@ from .._jax import quick_tracing
 from .._mesh import AnyMesh, show_mesh
 from .hidden import compute_hidden, fill_hidden, hidden_tracers
 
-Trace = Callable[[Callable[[], Any]], Any]
-
 
 class Built(NamedTuple):
     """What a factory builds, as a trace sees it.
 
     Attributes:
         graphdef: the model's structure.
-        traced: what the trace returned.
+        program: the jaxpr that makes its state.
+        shapes: the state, its arrays abstract.
         mesh: the mesh under which it was built, if it asks for one; else None.
     """
 
     graphdef: Any
-    traced: Any
+    program: Any
+    shapes: Any
     mesh: AbstractMesh | None
 
 
-def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = None) -> Built:
+def trace_build(make: Callable[[], Any], mesh: AnyMesh | None = None) -> Built:
     """Returns what `make` builds.
 
     Args:
         make: the factory.
-        trace: such as `jax.eval_shape`: called with a function that returns the state.
         mesh: the mesh of a factory that names axes, as in `jnp.zeros(…, out_sharding=P("model"))`.
 
     Raises:
@@ -47,7 +46,7 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
     """
     require_factory(make)
     try:
-        return _built(make, trace, None)
+        return _built(make, None)
     except TraceContextError as error:
         raise ValueError(
             "the model's factory changes something that was made outside it, such as an "
@@ -63,7 +62,7 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
     last: Exception = without_mesh
     for on in _kinds(mesh):
         try:
-            return _built(make, trace, on)
+            return _built(make, on)
         except Exception as error:
             last = error
     if not names_mesh:
@@ -74,8 +73,8 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
     ) from last
 
 
-def _built(make: Callable[[], Any], trace: Trace, on: AbstractMesh | None) -> Built:
-    graphdef, traced, hidden = _trace(make, trace, on, {})
+def _built(make: Callable[[], Any], on: AbstractMesh | None) -> Built:
+    built, hidden = _trace(make, on, {})
     if hidden:
         found = []
 
@@ -86,14 +85,14 @@ def _built(make: Callable[[], Any], trace: Trace, on: AbstractMesh | None) -> Bu
 
         with _on(on):
             closed = jax.make_jaxpr(build)()
-        graphdef, traced, _ = _trace(make, trace, on, compute_hidden(closed, found))
-    return Built(graphdef, traced, on)
+        built, _ = _trace(make, on, compute_hidden(closed, found))
+    return built
 
 
 def _trace(
-    make: Callable[[], Any], trace: Trace, on: AbstractMesh | None, values: dict[str, Any]
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the graphdef, what `trace` returns, and the tracers that the graphdef holds."""
+    make: Callable[[], Any], on: AbstractMesh | None, values: dict[str, Any]
+) -> tuple[Built, dict[str, Any]]:
+    """Returns what `make` builds, and the tracers that its graphdef holds."""
     kept: list[Any] = []
 
     def build() -> Any:
@@ -106,9 +105,9 @@ def _trace(
         return state
 
     with _on(on):
-        traced = trace(build)
+        program, shapes = jax.make_jaxpr(build, return_shape=True)()
     graphdef, hidden = kept
-    return graphdef, traced, hidden
+    return Built(graphdef, program, shapes, on), hidden
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from typing import Any, cast
 import jax
 from flax import nnx
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .._jax import cut_jaxpr
+from .._jax import cut_jaxpr, data_attributes, is_literal, jaxpr_as_fun
 
 Swap = Callable[[Any, str], Any]
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
@@ -70,15 +69,15 @@ def compute_hidden(closed: Any, where: Sequence[str]) -> dict[str, Any]:
     """Returns the last outputs of a closed jaxpr, one for each place, and computes nothing else."""
     jaxpr = closed.jaxpr
     outvars = jaxpr.outvars[len(jaxpr.outvars) - len(where) :]
-    needed = {v for v in outvars if not isinstance(v, Literal)}
+    needed = {v for v in outvars if not is_literal(v)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
             eqns.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needed.update(v for v in eqn.invars if not is_literal(v))
     part = cut_jaxpr(jaxpr, list(jaxpr.constvars), outvars, eqns[::-1])
     # Without jit, as it would be had the model been built eagerly.
-    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*closed.consts)
+    values = jaxpr_as_fun(part)(*closed.consts)
     return dict(zip(where, values, strict=True))
 
 
@@ -87,9 +86,9 @@ def _static_attributes(model: nnx.Module) -> Iterator[tuple[str, Any, str, Any]]
     for path, node in list(nnx.iter_graph(model)):
         if not isinstance(node, nnx.Pytree):
             continue
-        is_data = getattr(node, "_pytree__nodes", {})
+        data = data_attributes(node)
         for name, value in list(vars(node).items()):
-            if not name.startswith("_pytree__") and not is_data.get(name, False):
+            if not name.startswith("_pytree__") and name not in data:
                 yield ".".join(map(str, (*path, name))), node, name, value
 
 

@@ -141,6 +141,24 @@ class Leaf:
         self._require_sound()
         return math.prod(self.sizes.values()) // ways(self.spec, self.sizes)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the leaf as plain data, as JSON and lockfiles have it.
+
+        What one device holds is None where the spec cannot be applied.
+        """
+        sound = not self.faults
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+            "spec": show_spec(self.spec),
+            "shard_shape": list(self.shard_shape) if sound else None,
+            "shard_bytes": self.shard_bytes if sound else None,
+            "copies": self.copies if sound else None,
+            "reason": self.reason,
+        }
+
     def _require_sound(self) -> None:
         found = self.faults
         if found:

@@ -54,7 +54,7 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
     Example:
         >>> import sys
-        >>> from shardwise._launch import launch
+        >>> from shardwise._processes import launch
         >>> launch([sys.executable, "-c", "import os; os.environ['SHARDWISE_PROCESS']"], 2)
         0
     """

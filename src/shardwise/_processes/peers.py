@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed as runtime
 
 from .._base import public
+from .._jax import distributed_state
 
 LOST_EXIT_CODE = 75
 """The exit code of a process that ended because another one was lost."""
@@ -88,7 +88,7 @@ def lost_processes(wait_seconds: float = 0) -> list[int]:
     """Returns the indices of the processes that are lost; waits so long for the first of them.
 
     Example:
-        >>> from shardwise._peers import lost_processes
+        >>> from shardwise._processes.peers import lost_processes
         >>> lost_processes()
         []
     """
@@ -107,7 +107,7 @@ def naming_lost_process(during: str = "") -> Iterator[None]:
         LostProcess: a collective failed because another process is lost.
 
     Example:
-        >>> from shardwise._peers import naming_lost_process
+        >>> from shardwise._processes import naming_lost_process
         >>> with naming_lost_process("step 12"):
         ...     pass
     """
@@ -191,12 +191,13 @@ class PeerWatch:
         atexit.register(self._leave)
         _note_exits(self)
         thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
-        shut_down = runtime.global_state.shutdown
+        state = distributed_state()
+        shut_down = state.shutdown
 
         def shut_down_all() -> None:
             # JAX's runtime first, whose end the watch may have to explain. A thread that still
             # talks to it in C++ when Python ends is ended there, and takes the process with it.
-            runtime.global_state.shutdown = shut_down
+            state.shutdown = shut_down
             try:
                 shut_down()
             finally:
@@ -205,7 +206,7 @@ class PeerWatch:
                 if hasattr(self, "_libc"):
                     self._libc.signal(signal.SIGABRT, self._before)
 
-        runtime.global_state.shutdown = shut_down_all
+        state.shutdown = shut_down_all
         thread.start()
 
     def find_for(self, error: Any) -> _Loss | None:
@@ -457,7 +458,7 @@ WATCHES: list[PeerWatch] = []
 
 
 def _store() -> Any:
-    return runtime.global_state.client
+    return distributed_state().client
 
 
 def _last(key: str) -> int:

@@ -18,7 +18,7 @@ from .._base import either, public, working
 from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check
 from .._layout import Layout
 from .._nnx import Recipe
-from .._place import own_mesh, require_devices
+from .._place import own_mesh, require_mesh
 from .._processes import LostProcess, agreed_steps, known_to_all, naming_lost_process, together
 from .._step import (
     Blueprint,
@@ -110,7 +110,7 @@ def fit(
     folder = Path(logs) if logs is not None else None
     with together("preparing the run"):
         blueprint = make_blueprint(recipe, layout)
-        mesh = require_devices(blueprint.layout)
+        mesh = require_mesh(blueprint.layout)
         step = Step(blueprint)
         given = given_arrays(model, blueprint) if model is not None else None
         if folder is not None and jax.process_index() == 0:
@@ -149,7 +149,7 @@ def fit(
                 together(f"restoring step {newest}"),
                 working(f"restoring step {newest}", show=shown),
             ):
-                state = checkpoints.restore(recipe, layout, step=newest)
+                state = checkpoints.restore_onto(blueprint, step=newest)
                 position = checkpoints.about(newest)["position"]
         else:
             doing = "initialising the model in its shards"

@@ -168,23 +168,7 @@ def _explain(made: Layout, path: str, format: Format) -> None:
         }
         for opinion in leaf.trail
     ]
-    tell_json({**_leaf_json(leaf), "considered": considered})
-
-
-def _leaf_json(leaf: Any) -> dict[str, Any]:
-    from ..._mesh import show_spec
-
-    return {
-        "path": leaf.path,
-        "kind": leaf.kind,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": show_spec(leaf.spec),
-        "shard_shape": None if leaf.faults else list(leaf.shard_shape),
-        "shard_bytes": None if leaf.faults else leaf.shard_bytes,
-        "copies": None if leaf.faults else leaf.copies,
-        "reason": leaf.reason,
-    }
+    tell_json({**leaf.to_dict(), "considered": considered})
 
 
 def _plan_json(known: Plan, compile: bool) -> dict[str, Any]:
@@ -204,7 +188,7 @@ def _plan_json(known: Plan, compile: bool) -> dict[str, Any]:
         "bytes_per_device": made.bytes_per_device,
         "optimizer_bytes_per_device": known.optimizer_bytes,
         "batch_bytes_per_device": known.batch_bytes,
-        "leaves": [_leaf_json(leaf) for leaf in made.leaves],
+        "leaves": [leaf.to_dict() for leaf in made.leaves],
         "findings": [finding.to_dict() for finding in known.findings],
     }
     if compile:

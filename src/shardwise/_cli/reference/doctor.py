@@ -87,7 +87,7 @@ def _devices() -> str:
     code = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
         return "JAX did not say within two minutes"

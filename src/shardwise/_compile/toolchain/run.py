@@ -19,15 +19,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
 from ..._base import option, public, undone, working
 from ..._chips import Chips
+from ..._jax import missing, module_bytes
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
 from .installed import require_compiler
-from .worker import alive_at_peak, arranged, compiled, memory_stats, topology_devices, with_dump
+from .worker import (
+    Missing,
+    alive_at_peak,
+    arranged,
+    compiled,
+    hlo_text,
+    memory_stats,
+    status_of,
+    topology_devices,
+    with_dump,
+)
 
 _WORKER = Path(__file__).with_name("worker.py")
 
@@ -70,22 +80,28 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
     Raises:
         CompileError: it refused it for another reason than memory.
     """
+    try:
+        return _compiled_here(lowered, mesh, options)
+    except Missing as error:
+        raise missing(error.name, error) from error
+
+
+def _compiled_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Program:
     start, refused, done = time.monotonic(), "", None
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    module = module_bytes(lowered.compiler_ir("stablehlo"))
     with captured_stderr() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         dump = Path(folder, "dump")
         try:
             done = compiled(module, list(mesh.devices.flat), with_dump(dict(options), dump))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if status_of(error) != "RESOURCE_EXHAUSTED":
                 raise CompileError(f"the compiler refused the step: {_first(error)}") from error
             refused = str(error)
         alive = alive_at_peak(dump)
     if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
     stats = memory_stats(done)
-    (made,) = done.hlo_modules()
-    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start, alive)
+    return Program(hlo_text(done), stats, "", noise(), time.monotonic() - start, alive)
 
 
 def compile_absent(
@@ -193,6 +209,8 @@ def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
         try:
             devices = topology_devices(_topology(chips))
             ordered = arranged(devices, list(mesh.shape.values()))
+        except Missing as error:
+            raise missing(error.name, error) from error
         except Exception as error:
             raise CompileError(
                 f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} "
@@ -241,12 +259,14 @@ def _result(folder: Path, code: int, noise: str, chips: Chips | None) -> dict[st
     result = {}
     with contextlib.suppress(OSError, ValueError):  # none, or cut short
         result = json.loads(path.read_text())
+    if "missing" in result:
+        raise missing(result["missing"], result["why"])
     if "topology_error" in result and chips is not None:
         raise CompileError(
             f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} knows: "
             f"{_first(result['topology_error'])}"
         )
-    if "error" in result and "RESOURCE_EXHAUSTED" not in result["error"]:
+    if "error" in result and result["status"] != "RESOURCE_EXHAUSTED":
         raise CompileError(f"the compiler refused the step: {_first(result['error'])}")
     if not result:
         fatal = [line for line in noise.splitlines() if "Check failed" in line or "Error" in line]
