@@ -9,6 +9,6 @@ from .findings import group_similar as group_similar
 from .findings import make_finding as make_finding
 from .findings import sift as sift
 from .live import audit as audit
-from .match import matched as matched
-from .match import require_match as require_match
+from .matching import matched as matched
+from .matching import require_match as require_match
 from .planned import check as check

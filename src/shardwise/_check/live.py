@@ -14,7 +14,7 @@ from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
 from .._nnx import Leaf, array_bytes, keyed_leaves
 from .findings import Allow, Finding, Findings, make_finding, sift
-from .match import is_alike, match_findings
+from .matching import is_alike, match_findings
 
 
 @public
