@@ -56,6 +56,8 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
     except Exception as error:
         # All of JAX's sentences about a spec without a mesh have the word; and an empty mesh has
         # no axis to ask for.
+        # They are ValueErrors, RuntimeErrors and others without a property; trying a mesh for
+        # every error instead would call a factory that fails three times.
         names_mesh = "mesh" in str(error).lower()
         if mesh is None or not (names_mesh or isinstance(error, KeyError)):
             raise
