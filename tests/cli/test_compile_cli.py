@@ -247,7 +247,8 @@ def test_models(run):
 def test_doctor(run):
     status, out, err = run("doctor")
     assert (status or 0, err) == (0, "")
-    versions, devices, tpu, gpu, cudnn = out.splitlines()
+    versions, tested, devices, tpu, gpu, cudnn = out.splitlines()
+    assert re.fullmatch(r"tested with jax .*, flax .*, .*: those here are among them", tested)
     assert re.match(r"Python 3\.\d+\.\d+, shardwise \S+, jax \S+, jaxlib ", versions)
     assert devices == "devices here: 1 x cpu"
     assert re.fullmatch(r"TPU compiler \(v4, .*\): yes, libtpu \S+", tpu)

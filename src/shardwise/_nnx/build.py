@@ -54,7 +54,8 @@ def trace_build(make: Callable[[], Any], mesh: AnyMesh | None = None) -> Built:
         ) from error
     except Exception as error:
         # Every JAX error about a spec without a mesh contains the word; and looking up an axis of
-        # an empty mesh is a KeyError.
+        # an empty mesh is a KeyError. They are ValueErrors, RuntimeErrors and others without a
+        # property; trying a mesh for every error instead would call a failing factory three times.
         names_mesh = "mesh" in str(error).lower()
         if mesh is None or not (names_mesh or isinstance(error, KeyError)):
             raise

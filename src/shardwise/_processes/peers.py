@@ -32,7 +32,9 @@ MARGIN_SECONDS = 10.0
 _GRACE_SECONDS = 3.0
 _LEAVE_SECONDS = 0.3
 # How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
-# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError.
+# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError. Nothing
+# else tells it: a ValueError has no status, and the one that Gloo's errors have, INTERNAL or
+# UNKNOWN, is that of others too. A wrong guess costs time alone, since a loss must be found.
 _AWAY = re.compile(
     r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)", re.I | re.S
 )

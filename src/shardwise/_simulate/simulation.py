@@ -263,6 +263,7 @@ class Simulation:
         try:  # without its account of what varies JAX says it in one way
             trace_body(flat, arrays, specs, dataclasses.replace(self._setting, typed=False))
         except NameError as error:
+            # The axis is in the sentence alone: JAX leaves the error's `name` unset.
             if (unbound := re.search(r"unbound axis name: (\w+)", str(error))) is None:
                 return
             finding = make_finding(

@@ -142,6 +142,8 @@ def _failed(error: Exception, blame: str, parts: Mapping[Any, Any], mesh: AnyMes
     line = line_of(error)
     where = f" at {line}" if line else ""
     text = str(error)
+    # A ValueError of JAX like many, without a property; and a trace on Explicit axes, which would
+    # show it too, may fail for reasons of its own.
     if "of type Auto or Manual" in text and AxisType.Auto in mesh.axis_types:
         return (
             f"{blame} itself names mesh axes, with out_sharding= or reshard{where}, which "
