@@ -286,7 +286,7 @@ def test_what_jax_refuses_is_refused(name):
     "options, message",
     [
         ({"body": 3}, "takes a function"),
-        ({"mesh": 3}, "give a mesh"),
+        ({"mesh": 3}, "mesh must be a mesh"),
         ({"axis_names": {"q"}}, "not on the mesh"),
         ({"mesh": "a"}, "where an axis should be"),
     ],

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
+from shardwise._base import show_line
 
 MESHES = ("a=8", "a=2,b=4", "a=2,b=2,c=2", "a=2,b=1,c=2,d=2")
 AB = "a=2,b=4"
@@ -154,10 +154,10 @@ def refusal(fn, *args):
 
 
 def line_of(body, text):
-    """Returns where a line of a function of this file is, as a trace tells it."""
+    """Returns the file and line of a line in a function, as a trace shows it."""
     lines, start = inspect.getsourcelines(body)
     (at,) = (i for i, line in enumerate(lines) if text in line)
-    return f"{os.path.basename(inspect.getsourcefile(inspect.unwrap(body)))}:{start + at}"
+    return show_line(inspect.getsourcefile(inspect.unwrap(body)), start + at)
 
 
 def layer_args():
