@@ -371,25 +371,25 @@ POSITIVE = {
     "SW501": (
         lambda: simulated(lambda x: x),
         "output",
-        "P() says that all devices along axis 'data' hold the same, but device (data=0) has 0 and "
-        "device (data=3) has 6 at index (0,), a difference of 6",
+        "P() says that all devices along axis 'data' hold the same value, but device (data=0) has 0 "
+        "and device (data=3) has 6 at index (0,), a difference of 6",
         "name data in out_specs, or make them agree: psum, pmean or pmax over it",
     ),
     "SW502": (
         lambda: simulated(lambda x: jax.lax.all_gather(x, "data")),
         "output",
         "P() leaves out axis 'data', along which the devices agree here, but JAX cannot prove it "
-        "and will refuse",
-        "give jax.shard_map check_vma=False, or end with a psum, pmean or pmax over it",
+        "and will raise an error",
+        "pass check_vma=False to jax.shard_map, or end with a psum, pmean or pmax over it",
     ),
     "SW503": (
         lambda: simulated(lonely, "data"),
         show_line(lonely.__code__.co_filename, lonely.__code__.co_firstlineno + 3),
-        "devices along axis 'data' go different ways at a cond or while_loop with a collective "
-        "inside that they must all reach: device (data=0) has 0 and device (data=2) has 1, a "
+        "devices along axis 'data' take different branches of a cond or while_loop that contains a "
+        "collective they must all reach: device (data=0) has 0 and device (data=2) has 1, a "
         "difference of 1",
-        "real devices would wait for each other for ever: move the collective out, or decide by a "
-        "value that is the same on all of them",
+        "real devices would deadlock: move the collective out, or branch on a value that is the "
+        "same on all of them",
     ),
 }
 
