@@ -415,7 +415,7 @@ def test_jax_is_not_imported_before_it_is_needed(case):
 
 
 def commands():
-    return typer.main.get_command(_cli.app).commands.items()
+    return typer.main.get_command(_cli.app.app).commands.items()
 
 
 MINE = ("plan", "check", "compile", "train", "checkpoints", "chips", "models", "doctor")
