@@ -21,7 +21,8 @@ import yaml
 from public import public_names
 
 import shardwise
-from shardwise import _cli, models, problems
+from shardwise import models, problems
+from shardwise._cli.options import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -128,7 +129,7 @@ def test_the_commands_help_is_what_the_page_says(site, run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
     said = html.unescape(re.sub(r"<[^>]+>", "", text))
-    found = list(commands(typer.main.get_command(_cli.app.app)))
+    found = list(commands(typer.main.get_command(app)))
     assert {(), ("plan",), ("check",), ("compile",), ("train",)} <= set(found)
     for words in found:
         status, out, _ = run(*words, "--help")

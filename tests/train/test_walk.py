@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import shardwise as sw
-from shardwise._check import checks, match
+from shardwise._check import match, planned
 
 BATCH = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
 
@@ -26,7 +26,7 @@ def counted(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    counting(checks, "_findings", "checks")
+    counting(planned, "_findings", "checks")
     counting(match, "match_findings", "matches")
     return counts
 

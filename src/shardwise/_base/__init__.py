@@ -4,6 +4,7 @@ from .ending import end as end
 from .ending import end_on_signals as end_on_signals
 from .ending import open_standard_streams as open_standard_streams
 from .ending import undone as undone
+from .export import public as public
 from .files import write_atomically as write_atomically
 from .frames import at_line_of as at_line_of
 from .frames import is_ours as is_ours

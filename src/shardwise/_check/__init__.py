@@ -1,6 +1,5 @@
 """Findings: what is wrong with a layout, or with arrays that should follow it."""
 
-from .checks import check as check
 from .findings import CODES as CODES
 from .findings import Allow as Allow
 from .findings import Finding as Finding
@@ -12,3 +11,4 @@ from .findings import sift as sift
 from .live import audit as audit
 from .match import matched as matched
 from .match import require_match as require_match
+from .planned import check as check

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._base import count, either
+from .._base import count, either, public
 from .._layout import pattern_regex, steps_text
 from .._nnx import show_path, split_path
 
@@ -53,6 +53,7 @@ _BY_SUBTREE = ("SW401", "SW402", "SW403", "SW404")
 _TOLD = 3
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong or suspicious.
@@ -103,6 +104,7 @@ class Finding:
         return f"::{self.severity} title={_escape(f'{self.code} {self.name}', True)}::{_escape(self.concise)}"
 
 
+@public
 class LayoutError(ValueError):
     """A layout that has errors was about to be used. `findings` holds them all."""
 
@@ -127,6 +129,7 @@ class LayoutError(ValueError):
         return f"{counted}{'; '.join(told)}{help_text}"
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Findings(Sequence[Finding]):
     """Every finding of one check. True when there is any.

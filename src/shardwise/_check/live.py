@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from .._base import show_bytes
+from .._base import public, show_bytes
 from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
 from .._nnx import Leaf, array_bytes, keyed_leaves
@@ -17,6 +17,7 @@ from .findings import Allow, Finding, Findings, make_finding, sift
 from .match import is_alike, match_findings
 
 
+@public
 def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
     """Returns where live arrays do not lie as planned, weighed in bytes.
 

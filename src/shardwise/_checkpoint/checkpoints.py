@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base import public
 from .._check import Allow
 from .._layout import Layout, key_impl
 from .._mesh import show_mesh
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
 _DELETED = ".deleted-"
 
 
+@public
 class CheckpointError(ValueError):
     """A checkpoint could not be written or read; other steps are as they were."""
 
 
+@public
 class Checkpoints:
     """The checkpoints of one run, in one directory, one numbered directory for each step.
 

@@ -16,7 +16,7 @@ import typer
 
 from .._base import claim_stdout, working
 from .complete import complete_devices, complete_policy, complete_strategy, complete_target
-from .help import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
+from .help_text import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
 
 if TYPE_CHECKING:
     from .._compile import Compiled, Plan
@@ -211,7 +211,7 @@ def _lay_out(
 
     from .._layout import layout
     from .._nnx import Recipe
-    from .named import is_named, named_recipe, parse_batch, with_batch
+    from .published import is_named, named_recipe, parse_batch, with_batch
     from .rules_file import read_rules
     from .target import contained, load_target, parse_inputs
 

@@ -5,10 +5,10 @@ from .budget import assert_budget as assert_budget
 from .compare import CompiledDiff as CompiledDiff
 from .compare import diff as diff
 from .compilation import compile as compile
-from .compiled import Compiled as Compiled
-from .compiled import Part as Part
 from .plan import Plan as Plan
 from .plan import plan_of as plan_of
+from .result import Compiled as Compiled
+from .result import Part as Part
 from .saved import load_compiled as load_compiled
 from .toolchain import CompileError as CompileError
 from .toolchain import captured_stderr as captured_stderr

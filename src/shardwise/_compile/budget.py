@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._base import show_bytes, show_flops
-from .compiled import Compiled, show_not_counted
+from .._base import public, show_bytes, show_flops
 from .hlo import OTHER, Collective
+from .result import Compiled, show_not_counted
 
 
+@public
 class BudgetExceeded(AssertionError):
     """A compiled step costs more than its budget."""
 
 
+@public
 def assert_budget(
     compiled: Compiled,
     *,

@@ -6,12 +6,13 @@ import dataclasses
 from collections import Counter
 from typing import Any, overload
 
-from .._base import show_bytes, show_flops
+from .._base import public, show_bytes, show_flops
 from .._layout import Layout, LayoutDiff, diff_layouts
-from .compiled import Compiled
 from .hlo import Collective
+from .result import Compiled
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledDiff:
     """What differs between two compilations. It is true when anything does.
@@ -68,6 +69,7 @@ def _show(row: Collective, count: int) -> str:
 def diff(old: Layout, new: Layout) -> LayoutDiff: ...
 @overload
 def diff(old: Compiled, new: Compiled) -> CompiledDiff: ...
+@public
 def diff(old: Any, new: Any) -> LayoutDiff | CompiledDiff:
     """Returns what differs between two layouts, or between two compilations.
 

@@ -10,13 +10,13 @@ from typing import Any
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from .._base import public
 from .._check import Findings
 from .._chips import Chips
 from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
-from .compiled import Compiled, Memory
 from .findings import Facts, compile_findings
 from .hlo import (
     EDGES,
@@ -29,9 +29,11 @@ from .hlo import (
     work_of,
 )
 from .job import Job, job_of, traced
+from .result import Compiled, Memory
 from .toolchain import Program, absent_mesh, captured_stderr, compile_absent, compile_here
 
 
+@public
 def compile(
     recipe: Recipe | Callable[[], nnx.Module] | nnx.Module,
     layout: Layout,

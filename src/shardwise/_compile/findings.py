@@ -16,7 +16,6 @@ from .._check import Finding, make_finding
 from .._layout import Layout
 from .._mesh import make_spec, padded, show_mesh, show_spec
 from .._step import data_axes
-from .compiled import Compiled
 from .hlo import (
     OTHER,
     Collective,
@@ -29,6 +28,7 @@ from .hlo import (
     replica_groups,
     source_of,
 )
+from .result import Compiled
 
 # What a program moves by its own will, as against what the compiler had to insert.
 _ASKED_FOR = (

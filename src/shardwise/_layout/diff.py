@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from .._base import show_bytes
+from .._base import public, show_bytes
 from .._mesh import mesh_types, normal_spec, show_mesh, show_spec
 from .layouts import Layout
 from .rows import show_shape
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutDiff:
     """What differs between two layouts. It is true when anything does.

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either, show_bytes, show_devices, text_table
+from .._base import count, either, public, show_bytes, show_devices, text_table
 from .._jax import show_value
 from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
 from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .flow import Flow
 
 
+@public
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Every leaf of a model's state, with its spec, on one mesh.
@@ -218,6 +219,7 @@ class Layout:
         return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
 
 
+@public
 def layout(
     model: Model | Recipe,
     mesh: AnyMesh,
@@ -283,6 +285,7 @@ def layout(
     return Layout(mesh, tuple(leaves), treedef, dead)
 
 
+@public
 def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> Layout:
     """Returns the layout that `Layout.save` wrote.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either
+from .._base import count, either, public
 from .._jax import active_axis_rules, show_value
 from .._mesh import Axes, dim_axes, normal_spec, require_spec, show_spec
 from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
@@ -55,6 +55,7 @@ class Strategy(Protocol):
 Rules = Rule | Strategy | Mapping[str, P] | str | Sequence[Any] | None
 
 
+@public
 def by_rank(specs: Mapping[int, P]) -> Rule:
     """Returns a rule that picks a spec by a leaf's number of dims.
 
@@ -93,6 +94,7 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
     return pick
 
 
+@public
 def replicate() -> Rule:
     """Returns a rule that replicates every leaf on every device, on purpose.
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._base import either, show_bytes
+from .._base import either, public, show_bytes
 from .._jax import show_value
 from .._mesh import divisible_dims, make_spec, padded
 from .._mesh import ways as cut_ways
@@ -121,6 +121,7 @@ def _held_bytes(leaf: Leaf, pick: Opinion) -> int:
     return leaf.bytes // cut_ways(leaf.spec, leaf.sizes)  # its spec has no faults
 
 
+@public
 def fsdp(*axes: str, min_bytes: int | None = None) -> Fsdp:
     """Returns the strategy that splits each leaf's storage over `axes` (FSDP, ZeRO-3).
 

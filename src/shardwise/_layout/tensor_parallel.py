@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from .._base import public
 from .._mesh import make_spec, padded
 from .._nnx import Leaf, Opinion
 from .flow import Flow, Group
@@ -37,6 +38,7 @@ class Tensor:
         return f"tensor({self.axis!r})"
 
 
+@public
 def tensor(axis: str) -> Tensor:
     """Returns the strategy that splits matching pairs of weights over `axis` (Megatron).
 

@@ -10,7 +10,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._base import either, option
+from .._base import either, option, public
 from .._chips import MOST_DEVICES, Chips, parse_chips
 
 AnyMesh = Mesh | AbstractMesh
@@ -19,6 +19,7 @@ _MOST_CPU_DEVICES = 1024
 DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
 
 
+@public
 def mesh(
     axes: str | Mapping[str, int],
     on: str | Sequence[Any] | None = None,

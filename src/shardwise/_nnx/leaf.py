@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._mesh import Fault, faults, shard_shape, show_spec, ways
 
 # Why a strategy did not split a leaf that it was to split.
 Left = Literal["", "small", "indivisible"]
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opinion:
     """What one rule said of one leaf, and why.
@@ -45,6 +47,7 @@ class Opinion:
     left: Left = ""
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
     """One array of the model's state, with its place in the layout.

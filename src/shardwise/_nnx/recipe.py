@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._base import public
 from .._jax import show_value
 
 Remat = str | Callable[..., Any]
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A model with its loss, its optimizer and the shape of its batch.

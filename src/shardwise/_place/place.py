@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .._base import either
+from .._base import either, public
 from .._check import check, matched
 from .._jax import jaxpr_as_fun
 from .._layout import Layout, require_layout
@@ -21,6 +21,7 @@ from .parts import put_anywhere, run_in_parts
 T = TypeVar("T")
 
 
+@public
 def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     """Returns the model that `make` builds, initialised straight into its shards.
 
@@ -78,6 +79,7 @@ def initialise(model: AbstractModel, layout: Layout) -> Any:
     return jax.tree.unflatten(layout.treedef, arrays)
 
 
+@public
 def shard(model: T, layout: Layout) -> T:
     """Returns the model, or the state, with every array placed as the layout says.
 

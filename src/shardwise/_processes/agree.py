@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from .._base import public
 from .._jax import distributed_state
 from .peers import WATCHES, LostProcess, naming_lost_process
 
@@ -29,6 +30,7 @@ _STALE_SECONDS = 30.0
 _FAILED_SECONDS = 5.0
 
 
+@public
 class ProcessesDiffer(ValueError):
     """The processes of a run disagree on something that must be the same on all of them.
 

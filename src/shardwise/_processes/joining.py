@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from .._base import public
 from .._jax import MissingInternal, backend_has_started, cluster_kinds, distributed_state
 from .peers import WATCHES, PeerWatch, Processes
 
@@ -26,6 +27,7 @@ _CLUSTERS = {
 }
 
 
+@public
 def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> Processes:
     """Returns this process's place among all of them, having started JAX's runtime if need be.
 

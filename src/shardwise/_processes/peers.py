@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from .._base import public
 from .._jax import distributed_state
 
 LOST_EXIT_CODE = 75
@@ -37,6 +38,7 @@ _AWAY = re.compile(
 )
 
 
+@public
 class LostProcess(RuntimeError):
     """Another process was lost or failed, so that this one cannot go on.
 
@@ -49,6 +51,7 @@ class LostProcess(RuntimeError):
         self.processes = processes
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Processes:
     """This process among the processes of the run, and what said so.

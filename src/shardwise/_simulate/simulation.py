@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._check import Finding, Findings, LayoutError, make_finding
 from .._jax import shorten, show_value
 from .._mesh import AnyMesh, faults, require_spec, show_mesh, show_spec
@@ -25,6 +26,7 @@ from .held import Held, in_order, is_traced, join, split
 from .machine import Machine
 
 
+@public
 def simulate(
     body: Callable[..., Any],
     *,
@@ -71,6 +73,7 @@ def simulate(
     return Simulation(body, mesh, in_specs, out_specs, check, check_vma, axis_names)
 
 
+@public
 class Simulation:
     """A simulated shard_map: call it with global arrays. See `simulate`.
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import either, working
+from .._base import either, public, working
 from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check
 from .._layout import Layout
 from .._nnx import Recipe
@@ -42,6 +42,7 @@ _COMPARED_STEPS = 1000
 _Error = TypeVar("_Error", bound=Exception)
 
 
+@public
 def fit(
     recipe: Recipe,
     layout: Layout,

@@ -12,7 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 
+
+@public
 class Stopped(SystemExit):
     """A run was asked to stop by a signal, and did so after a whole step.
 

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from .._base import public
 from .._check import require_match
 from .._layout import Layout
 from .._mesh import show_mesh
@@ -30,6 +31,7 @@ from .._step import (
 )
 
 
+@public
 def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainState:
     """Returns the state before the first step, initialised straight into its shards.
 
@@ -153,6 +155,7 @@ def _begin(blueprint: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
     return TrainState(step, model, optimizer, ema)
 
 
+@public
 class Step:
     """A training step: `step(state, batch) -> (state, metrics)`. Made by `sw.train_step`.
 
@@ -192,6 +195,7 @@ class Step:
             raise
 
 
+@public
 def train_step(recipe: Recipe, layout: Layout) -> Step:
     """Returns the recipe's training step on this layout: `step(state, batch) -> (state, metrics)`.
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._base import option, undone, working
+from ..._base import option, public, undone, working
 from ..._chips import Chips
 from ..._jax import missing, module_bytes
 from .cache import FORMAT, cache_folder, read_entry, write_entry
@@ -42,6 +42,7 @@ from .worker import (
 _WORKER = Path(__file__).with_name("worker.py")
 
 
+@public
 class CompileError(ValueError):
     """The compiler refused the program, or the chips."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._layout import Layout, require_layout
 from .._mesh import (
     DATA_AXES,
@@ -22,6 +23,7 @@ from .findings import Allow, Finding, Findings, allowed_paths, make_finding, sif
 from .replication import REPLICATED_BYTES, Replication
 
 
+@public
 def check(
     layout: Layout, *, allow: Allow | None = None, replicated_bytes: int = REPLICATED_BYTES
 ) -> Findings:
