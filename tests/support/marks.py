@@ -41,7 +41,6 @@ FAST = (
     "base/test_files.py",
     "check/test_codes.py",
     "check/test_match.py",
-    "checkpoint/test_digest.py",
     "cli/test_cli.py",
     "cli/test_target.py",
     "compile/test_hlo.py",
@@ -57,8 +56,9 @@ FAST = (
     "train/test_data.py",
     "train/test_walk.py",
 )
-# Rooms of which nothing is cheap: they compile, start processes or a browser, or run whole pages.
-NOT_FAST = {"learn", "models", "parallel", "place", "processes", "report"}
+# Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
+# whole pages.
+NOT_FAST = {"checkpoint", "learn", "models", "parallel", "place", "processes", "report"}
 
 
 def marks_of(path, name):
