@@ -22,9 +22,6 @@ CLAIMS = {
     "docs/who.md": (RESUMED,),
     "docs/guides/checkpoints.md": (RESUMED, RESTORED),
     "docs/guides/training.md": ("nnx/test_recipe.py::test_what_is_not_trained_stays_bitwise",),
-    "docs/learn/into_a_mesh.md": (
-        "place/test_place.py::test_init_gives_the_same_values_in_shards",
-    ),
 }
 SAID = re.compile(r"\bbitwise\b|\bbit[- ]for[- ]bit\b|\bto the bit\b")
 
