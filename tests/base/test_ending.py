@@ -52,10 +52,12 @@ def test_a_signal_at_any_moment_ends_with_its_status():
     done = begin(*PLAN)
     assert done.communicate()[1] == "" and done.returncode == 0
     span = time.monotonic() - began
+    # One in each part of the run: as even as that, a few leave no longer gap than many at random.
     moments = random.Random(0)
     tries = [
-        (number, moments.uniform(0, span * 0.9))
-        for number in [signal.SIGINT] * 32 + [signal.SIGTERM] * 8
+        (number, (part + moments.random()) / parts * span * 0.9)
+        for number, parts in ((signal.SIGINT, 16), (signal.SIGTERM, 4))
+        for part in range(parts)
     ]
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda given: stop(*given), tries))
@@ -66,7 +68,7 @@ def test_a_signal_at_any_moment_ends_with_its_status():
             continue  # it had already finished
         ended += 1
         assert (status, err) in ((128 + number, words[number]), (-number, "")), after
-    assert ended > 20
+    assert ended > 10
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from forward import collectives, count, run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,27 +20,6 @@ COLUMN, ROW = P(None, "model"), P("model")
 
 def rngs():
     return nnx.Rngs(0)
-
-
-def run(model, args):
-    """Returns the output of the compiled forward pass, and how often each collective is in it."""
-    graphdef, state = nnx.split(model)
-    compiled = jax.jit(lambda s, a: nnx.merge(graphdef, s)(*a)).lower(state, args).compile()
-    return compiled(state, args), count(compiled)
-
-
-def collectives(model, args):
-    """Returns how often each collective occurs in the compiled forward pass."""
-    return run(model, args)[1]
-
-
-def count(compiled):
-    """Returns how often each collective occurs in a compiled program."""
-    found = re.findall(
-        r"= (?:\([^=]*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
-        compiled.as_text(),
-    )
-    return {kind: found.count(kind) for kind in set(found)}
 
 
 X = jax.ShapeDtypeStruct((2, 6, 16), "float32")

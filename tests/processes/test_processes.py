@@ -1,5 +1,6 @@
 """Training on many processes: the same losses, one checkpoint for all, and no hanging."""
 
+import importlib.util
 import json
 import os
 import re
@@ -30,10 +31,18 @@ CACHE = {
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
-def start(directory, axes, steps, processes, *options):
+def load(name):
+    """Returns a script as a module, to run here, as one process, what it runs as one of many."""
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(processes, *arguments):
     # As `shardwise launch` does, without its imports.
     command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
-    command += [sys.executable, str(HERE / "fit.py"), str(directory), axes, str(steps), *options]
+    command += [sys.executable, str(HERE / "fit.py"), *map(str, arguments)]
     return subprocess.Popen(
         command,
         env=os.environ | CACHE,
@@ -44,10 +53,14 @@ def start(directory, axes, steps, processes, *options):
     )
 
 
-def run(directory, axes, steps, processes):
-    process = start(directory, axes, steps, processes)
+def run(processes, *arguments):
+    process = start(processes, *arguments)
     output = process.communicate(timeout=180)[0]
     assert process.returncode == 0, output[:4000]
+
+
+def run_here(directory, axes, steps):
+    load("fit").train(directory, axes, steps)
     return losses(directory)
 
 
@@ -85,15 +98,24 @@ def pids(lines):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """The losses of one process."""
-    return run(tmp_path_factory.mktemp("one"), "data=8", 12, 1)
+    return run_here(tmp_path_factory.mktemp("one"), "data=8", 12)
 
 
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory):
     """The directory of a run by two processes."""
     directory = tmp_path_factory.mktemp("two")
-    run(directory, "data=8", 12, 2)
+    run(2, directory, "data=8", 12)
     return directory
+
+
+@pytest.fixture(scope="module")
+def by_four(by_two, tmp_path_factory):
+    """The directories of two runs by the same four processes: a new one, and one begun by two."""
+    new, begun = tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("two-four")
+    shutil.copytree(by_two / "5", begun / "5")
+    run(4, new, "data=4,model=2", 12, begun, "data=2,model=4", 10)
+    return new, begun
 
 
 def assert_same(found, straight, first=1, last=12):
@@ -116,42 +138,38 @@ def test_all_save_at_the_same_steps_by_the_clock_and_wait_for_none(straight, tmp
     assert_same(losses(tmp_path), straight, last=8)
 
 
-def test_losses_of_four_are_those_of_one_process(straight, tmp_path):
-    assert_same(run(tmp_path, "data=4,model=2", 12, 4), straight)
+def test_losses_of_four_are_those_of_one_process(straight, by_four):
+    assert_same(losses(by_four[0]), straight)
 
 
-def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_two, tmp_path):
-    shutil.copytree(by_two / "5", tmp_path / "5")
-    assert json.loads((tmp_path / "5/about/about.json").read_text())["processes"] == 2
-    run(tmp_path, "data=2,model=4", 10, 4)
-    found = run(tmp_path, "data=8", 12, 1)
+def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_four):
+    begun = by_four[1]
+    assert json.loads((begun / "5/about/about.json").read_text())["processes"] == 2
+    assert json.loads((begun / "10/about/about.json").read_text())["processes"] == 4
+    found = run_here(begun, "data=8", 12)
     assert sorted(found) == list(range(6, 13))
     assert_same(found, straight, first=6)
 
 
-def zoo(directory, processes):
-    """Returns the losses of each model of the zoo: two steps, and one after a restore."""
-    command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
-    command += [sys.executable, str(HERE / "zoo.py"), str(directory)]
+def test_every_model_of_the_zoo_runs_on_two_processes_as_on_one(tmp_path):
+    """Two steps, and one after a restore, of all of them as parts of one model."""
+    command = [sys.executable, str(HERE / "launch.py"), "2", "4"]
+    command += [sys.executable, str(HERE / "zoo.py"), str(tmp_path)]
     done = subprocess.run(
         command, env=os.environ | CACHE | QUICK, capture_output=True, text=True, timeout=400
     )
     line = next((x for x in done.stdout.splitlines() if '"losses"' in x), None)
     assert done.returncode == 0 and line, done.stdout[-2000:] + done.stderr[-4000:]
-    found = json.loads(line.removeprefix("[0] "))
-    assert not found["failed"], found["failed"]
-    return found["losses"]
-
-
-def test_every_model_of_the_zoo_runs_on_two_processes_as_on_one(tmp_path):
-    one, two = zoo(tmp_path / "one", 1), zoo(tmp_path / "two", 2)
-    assert list(one) == list(two) == list(ZOO)
+    two = json.loads(line.removeprefix("[0] "))["losses"]
+    one = load("zoo").losses()
+    assert len(one) == len(ZOO) and one.keys() == two.keys()
     for name, found in two.items():
         np.testing.assert_allclose(found, one[name], rtol=2e-4, err_msg=name)
+        assert len({*found}) == 3, name
 
 
 def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straight, tmp_path):
-    with start(tmp_path, "data=8", 1000, 2, "--slow") as process:
+    with start(2, tmp_path, "data=8", 1000, "--slow") as process:
         lines = read_until(process, r"step 7/1000")
         wait_for(tmp_path / "5")  # saves are asynchronous
         os.kill(pids(lines)[1], signal.SIGKILL)
@@ -161,7 +179,7 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     assert process.returncode == 128 + signal.SIGKILL
     assert "process 1 was killed by SIGKILL" in output, output
 
-    with start(tmp_path, "data=8", 1000, 2, "--slow") as process:
+    with start(2, tmp_path, "data=8", 1000, "--slow") as process:
         lines = read_until(process, r"resumed after step \d+")
         resumed = int(re.search(r"resumed after step (\d+)", lines[-1])[1])
         assert resumed % 5 == 0
@@ -173,7 +191,7 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     stopped = int(re.search(r"stopped after step (\d+), saved to", output)[1])
     assert max(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == stopped
 
-    found = run(tmp_path, "data=8", max(12, stopped + 2), 2)
+    found = run_here(tmp_path, "data=8", max(12, stopped + 2))
     assert sorted(found) == list(range(1, max(12, stopped + 2) + 1))
     assert_same(found, straight)
 
@@ -202,9 +220,18 @@ DIFFERENCES = {
 }
 
 
-def test_processes_that_differ_are_named_by_all(tmp_path):
-    code, output = differ(tmp_path, ",".join(["stale", *DIFFERENCES]), "exit")
+@pytest.fixture(scope="module")
+def differing(tmp_path_factory):
+    """A directory and what two processes wrote that differ in one way after the other."""
+    directory = tmp_path_factory.mktemp("differing")
+    modes = ["stale", *DIFFERENCES, "corrupt", "unshared"]
+    code, output = differ(directory, ",".join(modes), "exit")
     assert code == 4, output
+    return directory, output
+
+
+def test_processes_that_differ_are_named_by_all(differing):
+    _, output = differing
     # A directory that one process sees late is waited for.
     assert output.count("stale: went on to the end") == 2, output
     for mode, words in DIFFERENCES.items():
@@ -213,20 +240,18 @@ def test_processes_that_differ_are_named_by_all(tmp_path):
             assert re.search(line, output), (mode, index, output)
 
 
-def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(tmp_path):
-    code, output = differ(tmp_path, "corrupt")
-    assert code == 1, output
+def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(differing):
+    directory, output = differing
     words = (
         r"corrupt: ReplicasDiffer: the copies of kernel differ after step 2: cpu \d+ of "
         r"process 1 has other values than the other devices; the last good checkpoint is step 2 in"
     )
     assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
-    assert [p.name for p in (tmp_path / "corrupt").iterdir()] == ["2"]
+    assert [p.name for p in (directory / "corrupt").iterdir()] == ["2"]
 
 
-def test_a_directory_that_processes_do_not_share_is_refused_before_training(tmp_path):
-    code, output = differ(tmp_path, "unshared")
-    assert code == 1, output
+def test_a_directory_that_processes_do_not_share_is_refused_before_training(differing):
+    _, output = differing
     words = r"process 1 does not find there what process 0 has written: the directory must be on"
     for index in range(2):
         line = rf"\[{index}\] unshared: CheckpointError: checkpoints cannot .*: {words}"

@@ -1,17 +1,17 @@
-"""Trains a small model on all devices of all processes; prints the losses of the first process.
+"""Trains a small model on all devices of all processes, once or, one after the other, often.
 
-`fit.py DIRECTORY MESH STEPS [--slow] [--timed]`
+`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow] [--timed]`
 """
 
-import json
 import os
 import sys
 import time
 
 import shardwise as sw
 
-here = sw.distributed(timeout_seconds=10)
-print(f"pid {here.index} {os.getpid()}", flush=True)
+if __name__ == "__main__":
+    here = sw.distributed(timeout_seconds=10)
+    print(f"pid {here.index} {os.getpid()}", flush=True)
 
 import jax
 import numpy as np
@@ -49,37 +49,36 @@ class Slowly:
         return {name: rows[int(index)] for name, rows in self.rows.items()}
 
 
-directory, axes, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
-rng = np.random.default_rng(0)
-rows = {"x": rng.normal(size=(96, 16)).astype("float32")}
-rows["y"] = rows["x"][:, :4] * 2
-recipe = sw.Recipe(
-    model=make,
-    loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
-    optimizer=optax.adamw(1e-2),
-    batch={
-        "x": jax.ShapeDtypeStruct((32, 16), "float32"),
-        "y": jax.ShapeDtypeStruct((32, 4), "float32"),
-    },
-    ema=0.9,
-)
-layout = sw.layout(make, sw.mesh(axes), sw.fsdp("data", min_bytes=0))
-checkpoints = sw.Checkpoints(directory, every=5)
-if "--timed" in sys.argv:  # it is always late: who saves, and when, depends on no clock
-    checkpoints = sw.Checkpoints(directory, keep=None, minutes=1e-9)
-state = sw.fit(
-    recipe,
-    layout,
-    sw.data(Slowly(rows)),
-    steps=steps,
-    checkpoints=checkpoints,
-    logs=f"{directory}/logs",
-    log_every=1,
-)
-if here.index == 0:
-    total = {
-        path: float(np.abs(np.asarray(x)).sum())
-        for path, x in state.ema.items()
-        if x.is_fully_addressable
-    }
-    print(json.dumps({"step": int(state.step), "ema": total}), flush=True)
+def train(directory, axes, steps):
+    """Trains until so many steps are done, from the newest checkpoint of the directory."""
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(96, 16)).astype("float32")}
+    rows["y"] = rows["x"][:, :4] * 2
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=optax.adamw(1e-2),
+        batch={
+            "x": jax.ShapeDtypeStruct((32, 16), "float32"),
+            "y": jax.ShapeDtypeStruct((32, 4), "float32"),
+        },
+        ema=0.9,
+    )
+    checkpoints = sw.Checkpoints(directory, every=5)
+    if "--timed" in sys.argv:  # it is always late: who saves, and when, depends on no clock
+        checkpoints = sw.Checkpoints(directory, keep=None, minutes=1e-9)
+    return sw.fit(
+        recipe,
+        sw.layout(make, sw.mesh(axes), sw.fsdp("data", min_bytes=0)),
+        sw.data(Slowly(rows)),
+        steps=steps,
+        checkpoints=checkpoints,
+        logs=f"{directory}/logs",
+        log_every=1,
+    )
+
+
+if __name__ == "__main__":
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
+    for directory, axes, steps in zip(given[::3], given[1::3], given[2::3], strict=True):
+        train(directory, axes, int(steps))

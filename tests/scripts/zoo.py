@@ -1,22 +1,38 @@
 """Runs the zoo from layout to restore on all devices of all processes; prints the losses.
 
-`zoo.py DIRECTORY [NAME …]`
+All its models are parts of one: one program of a step, one checkpoint. `zoo.py DIRECTORY`
 """
 
 import json
 import sys
-import traceback
 from pathlib import Path
 
 import shardwise as sw
 
-here = sw.distributed(timeout_seconds=20)
+if __name__ == "__main__":
+    here = sw.distributed(timeout_seconds=20)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import numpy as np
 import optax
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from flax import nnx
 from models import ZOO
+
+NAMES = {name.replace(" ", "_"): name for name in ZOO}
+
+
+class Zoo(nnx.Module):
+    """Every model, as a part of one."""
+
+    def __init__(self):
+        for part, name in NAMES.items():
+            setattr(self, part, ZOO[name][0]())
+
+
+def loss(model, batch):
+    """Returns the sum of all losses, and each of them."""
+    each = {part: ZOO[name][1](getattr(model, part), batch[part]) for part, name in NAMES.items()}
+    return sum(each.values()), each
 
 
 def batch_like(leaf):
@@ -26,35 +42,45 @@ def batch_like(leaf):
     return rng.normal(size=leaf.shape).astype(leaf.dtype)
 
 
-def one(name, directory):
+def split(make):
+    return sw.layout(make, sw.mesh("data=8"), sw.fsdp("data", min_bytes=0))
+
+
+def recipe_of(make, loss, batch):
+    return sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(1e-3), batch=batch)
+
+
+def given(name):
+    """A model that exists on this process is moved onto devices of all."""
     make, loss, shape = ZOO[name]
-    recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(1e-3), batch=shape)
-    layout = sw.layout(make, sw.mesh("data=8"), sw.fsdp("data", min_bytes=0))
-    state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+    layout = split(make)
+    assert not sw.audit(layout, sw.shard(make(), layout)).errors
+    state = sw.train_state(recipe_of(make, loss, shape), layout, model=make())
     assert not sw.audit(layout, state.to_model(make)).errors
-    if name == "oddments":  # a model that exists on this process is moved onto devices of all
-        assert not sw.audit(layout, sw.shard(make(), layout)).errors
-        given = sw.train_state(recipe, layout, model=make())
-        assert not sw.audit(layout, given.to_model(make)).errors
-    batch, losses = batch_like(shape), []
-    for _ in range(2):
+
+
+def losses(directory=None):
+    """Returns the losses of each model: two steps, and one more, after a restore if saved."""
+    shapes = {part: ZOO[name][2] for part, name in NAMES.items()}
+    recipe, layout = recipe_of(Zoo, loss, shapes), split(Zoo)
+    state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+    assert not sw.audit(layout, state.to_model(Zoo)).errors
+    batch = {part: batch_like(shape) for part, shape in shapes.items()}
+    found = {part: [] for part in NAMES}
+    for number in range(3):
+        if number == 2 and directory:
+            checkpoints = sw.Checkpoints(directory)
+            checkpoints.save(2, state)
+            checkpoints.close()
+            state = checkpoints.restore(recipe, layout)
         state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    if here.count > 1:  # one process only says what the losses must be
-        checkpoints = sw.Checkpoints(directory / name.replace(" ", "-"))
-        checkpoints.save(2, state)
-        checkpoints.close()
-        state = checkpoints.restore(recipe, layout)
-    state, metrics = step(state, batch)
-    return [*losses, float(metrics["loss"])]
+        for part in NAMES:
+            found[part].append(float(metrics[part]))
+    return found
 
 
-found, failed = {}, {}
-for name in sys.argv[2:] or ZOO:
-    try:
-        found[name] = one(name, Path(sys.argv[1]))
-    except Exception as error:
-        traceback.print_exc()
-        failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-if here.index == 0:
-    print(json.dumps({"losses": found, "failed": failed}), flush=True)
+if __name__ == "__main__":
+    given("oddments")
+    found = losses(sys.argv[1])
+    if here.index == 0:
+        print(json.dumps({"losses": found}), flush=True)

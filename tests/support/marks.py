@@ -36,7 +36,29 @@ ONCE = {
     "report/test_report.py": ("test_the_command",),
 }
 
-FAST = ()
+# The files that say most about their room for a second or two of work.
+FAST = (
+    "base/test_files.py",
+    "check/test_codes.py",
+    "check/test_match.py",
+    "cli/test_cli.py",
+    "cli/test_target.py",
+    "compile/test_hlo.py",
+    "jax/test_quick.py",
+    "jax/test_values.py",
+    "layout/test_layout.py",
+    "layout/test_strategies.py",
+    "mesh/test_mesh.py",
+    "nnx/test_bytes.py",
+    "package/test_api.py",
+    "package/test_marks.py",
+    "simulate/test_simulate_arguments.py",
+    "train/test_data.py",
+    "train/test_walk.py",
+)
+# Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
+# whole pages.
+NOT_FAST = {"checkpoint", "learn", "models", "parallel", "place", "processes", "report"}
 
 
 def marks_of(path, name):

@@ -26,9 +26,10 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     """Returns the model that `make` builds, initialised straight into its shards.
 
     It is traced, and each leaf is made under `jax.jit` with its sharding as the output: no
-    leaf is ever whole on one device, and the values are bitwise the same on every mesh. (An
-    initialiser that is no map of random bits, such as an orthogonal one or one that sums over
-    a dim, is computed by XLA as it sees fit: it may gather, and round otherwise.)
+    leaf is ever whole on one device. Every mesh gets the same random bits, and values that agree
+    to rounding, because XLA fuses and vectorises each program in its own way.
+    (An initialiser that is no map of random bits, such as an orthogonal one or one that sums over
+    a dim, is computed by XLA as it sees fit: it may gather.)
 
     Args:
         make: a function of no arguments that returns the model.

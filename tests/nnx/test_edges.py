@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from forward import collectives
 from jax.sharding import PartitionSpec as P
-from test_tensor import collectives
 
 import shardwise as sw
 
