@@ -624,7 +624,7 @@ def test_the_norm_of_float16_gradients_does_not_overflow():
         optimizer=optax.sgd(1.0),
         batch=jax.ShapeDtypeStruct((8, 4), "float32"),
         clip=4.0,
-        ema=np.float32(0.5),
+        ema=np.float64(0.5),
     )
     layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
     state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
