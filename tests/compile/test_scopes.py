@@ -64,3 +64,14 @@ def test_modules_that_a_loss_closes_over_keep_theirs_too(remat):
     layout = sw.layout(Net, sw.mesh("data=8", on="cpu:8"), "dp")
     sw.compile(recipe, layout, show=False)
     assert classes(teacher) == before
+
+
+def test_an_input_that_the_data_axes_do_not_divide_is_refused_unless_its_sharding_is_given():
+    layout = sw.layout(Net, sw.mesh("data=8", on="cpu:8"), "dp")
+    bare = jax.ShapeDtypeStruct((6, 8), "float32")
+    with pytest.raises(ValueError, match=r"shape \(6, 8\) cannot be split 8 ways over data: make"):
+        sw.compile(Net, layout, inputs=bare, show=False)
+    replicated = jax.sharding.NamedSharding(layout.mesh, jax.P())
+    given = jax.ShapeDtypeStruct((6, 8), "float32", sharding=replicated)
+    found = sw.compile(Net, layout, inputs=given, show=False)
+    assert found.memory.batch == 6 * 8 * 4

@@ -635,3 +635,24 @@ def test_the_norm_of_float16_gradients_does_not_overflow():
     np.testing.assert_allclose(before - after, 1.0, rtol=2e-3)
     assert state.ema["kernel"].dtype == "float16"
     np.testing.assert_allclose(state.ema["kernel"], (before + after) / 2, atol=2e-3)
+
+
+def test_integers_that_do_not_fit_are_refused_beside_arrays_on_devices_too():
+    def make():
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, batch: (model(batch["x"]) * batch["n"][:, None]).mean(),
+        optimizer=optax.sgd(0.1),
+        batch={
+            "x": jax.ShapeDtypeStruct((8, 4), "float32"),
+            "n": jax.ShapeDtypeStruct((8,), "int64"),
+        },
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+    state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+    numbers = np.arange(8) + 2**40
+    with pytest.raises(ValueError, match=r"batch\['n'\] has 1099511627776 in sample 0, which does"):
+        step(state, {"x": jnp.ones((8, 4)), "n": numbers})
+    step(state, {"x": jnp.ones((8, 4)), "n": np.arange(8)})
