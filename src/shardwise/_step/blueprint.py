@@ -164,7 +164,7 @@ class Blueprint:
         )
         fresh = jax.tree.leaves(optax.apply_updates(parameters, updates))
         trained = dict(zip(self.trained, fresh, strict=True))
-        ema = state.ema
+        ema: Any = state.ema
         if recipe.ema is not None:
             newest = {path: trained[path] for path in ema}
             # A number of Python's own: one of NumPy's would make bfloat16 float32.

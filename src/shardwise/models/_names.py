@@ -86,7 +86,12 @@ def auto_mesh() -> AbstractMesh | None:
 def axes_of(
     shape: tuple[int, ...], names: tuple[str | None, ...], mesh: AbstractMesh
 ) -> list[tuple[str, ...]]:
-    """Returns the axes of `mesh` that split each dim: known, used once, and dividing it."""
+    """Returns the axes of `mesh` that split each dim: known, used once, and dividing it.
+
+    A dim that its axes do not divide is left to the compiler: a constraint on an activation
+    changes no number, and what must divide is refused before, parameters by `sw.check` (SW104) and
+    the batch when it is laid out.
+    """
     rules: dict[str, Any] = dict(flax_spmd.get_logical_axis_rules() or ())
     found: list[tuple[str, ...]] = []
     used: set[str] = set()
