@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from .orbax import Writer
 
 # Which steps are there, which are kept and what is swept is decided here, over Orbax's
-# `AsyncCheckpointer`, and not by its `CheckpointManager`. That one (as of 0.12.8, tried) makes the
-# directory when it is opened, also for reading; takes any folder with a number for a step, an empty
-# one too, and as the newest to resume from; answers `all_steps` from what it saw when it was opened;
-# returns False from `save` for a step that is not above the newest, where ours is refused aloud; and
-# has no part for what a step must prove before an older one goes: its files, their sizes and
-# whether its arrays are finite.
+# `AsyncCheckpointer`, and not by its `CheckpointManager`. That one (0.12.8, tried) makes the
+# directory when it is opened, unless it only reads; takes any folder with a number for a step, an
+# empty one too, and as the newest to resume from; answers `all_steps` from what it saw when it was
+# opened, unless told to read anew; and returns False from `save` for a step that is there or is
+# below the newest, where ours is refused aloud, or saved.
 _DELETED = ".deleted-"
 
 
