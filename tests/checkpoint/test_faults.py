@@ -588,3 +588,61 @@ def test_preflight_says_what_is_read(tmp_path):
         assert planned > 64 * 2**20
         most = 8 if name in ("crosswise", "grid") else 1.01
         assert planned <= read <= most * planned, (name, read / planned)
+
+
+HOOKS = """
+import logging, pathlib, sys, tempfile, threading, time
+import absl.logging, jax, optax, shardwise as sw
+from flax import nnx
+
+absl.logging.set_verbosity(absl.logging.INFO)
+before = (sys.unraisablehook, [logging.getLogger(n).level for n in ("absl", "asyncio")])
+def now():
+    return (sys.unraisablehook, [logging.getLogger(n).level for n in ("absl", "asyncio")])
+
+make = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(), optimizer=optax.adam(0.1),
+                   batch=jax.ShapeDtypeStruct((8, 64), "float32"))
+layout = sw.layout(make, sw.mesh("data=1", on="cpu:1"), "dp")
+stop = threading.Event()
+def log():
+    number = 0
+    while not stop.is_set():
+        number += 1
+        absl.logging.info("mine %d", number)
+        time.sleep(0.002)
+    print(number)
+thread = threading.Thread(target=log); thread.start()
+checkpoints = sw.Checkpoints(tempfile.mkdtemp())
+checkpoints.save(0, sw.train_state(recipe, layout))
+checkpoints.wait()
+checkpoints.restore(recipe, layout)
+assert now() == before, now()
+stop.set(); thread.join()
+for file in pathlib.Path(checkpoints.directory, "0", "state").rglob("d/*"):
+    file.write_bytes(bytes(b ^ 255 for b in file.read_bytes()))
+try:
+    checkpoints.restore(recipe, layout)
+except sw.CheckpointError as error:
+    pass
+else:
+    raise SystemExit("nothing was damaged")
+class Own:
+    def __del__(self):
+        raise RuntimeError("Event loop is closed")
+Own()  # what the user's own code raises so is passed on
+time.sleep(0.5)
+"""
+
+
+def test_saving_and_restoring_leave_the_users_logs_and_hooks_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", HOOKS],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(":mine ") == int(done.stdout)  # not one of them is lost
+    assert done.stderr.count("Exception ignored") == 1 and "Own.__del__" in done.stderr

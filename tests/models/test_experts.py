@@ -123,3 +123,16 @@ def test_a_step_on_a_mesh_equals_that_of_one_device(name, where):
     else:  # over data only: the gathered weights are those of the device's own two experts
         gathered = re.findall(r"= f32\[(\d+),[^\]]*\]\S* all-gather\(", text)
         assert not re.search(r"= f32\[8,(?:16,2,24|24,16)\]\S* all-gather", text) and gathered
+
+
+def test_a_batch_that_cannot_reach_all_experts_is_refused():
+    axes, rules, logical, spec = MESHES["expert+fsdp"]
+
+    def make():
+        return models.Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+    layout = sw.layout(make, sw.mesh(axes, on="cpu:8"), rules, logical=logical)
+    inputs = jax.ShapeDtypeStruct((2, LENGTH), "int32")
+    told = "2 sequences cannot be split 4 ways over expert, as experts need: make the batch a"
+    with pytest.raises(ValueError, match=told):
+        sw.compile(make, layout, inputs=inputs, show=False)

@@ -610,3 +610,49 @@ def test_given_weights_may_be_nested_and_help_speaks_of_them():
     del ones["bias"]
     with pytest.raises(sw.LayoutError, match=r"give every array of the recipe's model; \{\*\*sw"):
         sw.train_state(recipe, layout, model={"layers": {0: ones}})
+
+
+def test_the_norm_of_float16_gradients_does_not_overflow():
+    def make():
+        return nnx.Linear(
+            4, 4, use_bias=False, param_dtype="float16", dtype="float16", rngs=nnx.Rngs(0)
+        )
+
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: (model.kernel[...].astype("float32") * 1e4).sum() + 0 * x.sum(),
+        optimizer=optax.sgd(1.0),
+        batch=jax.ShapeDtypeStruct((8, 4), "float32"),
+        clip=4.0,
+        ema=np.float64(0.5),
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+    state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+    before = np.asarray(state.model["kernel"], "float32")
+    state, metrics = step(state, np.zeros((8, 4), "float32"))
+    np.testing.assert_allclose(metrics["grad_norm"], 4e4, rtol=1e-3)
+    after = np.asarray(state.model["kernel"], "float32")
+    np.testing.assert_allclose(before - after, 1.0, rtol=2e-3)
+    assert state.ema["kernel"].dtype == "float16"
+    np.testing.assert_allclose(state.ema["kernel"], (before + after) / 2, atol=2e-3)
+
+
+def test_integers_that_do_not_fit_are_refused_beside_arrays_on_devices_too():
+    def make():
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, batch: (model(batch["x"]) * batch["n"][:, None]).mean(),
+        optimizer=optax.sgd(0.1),
+        batch={
+            "x": jax.ShapeDtypeStruct((8, 4), "float32"),
+            "n": jax.ShapeDtypeStruct((8,), "int64"),
+        },
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+    state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
+    numbers = np.arange(8) + 2**40
+    with pytest.raises(ValueError, match=r"batch\['n'\] has 1099511627776 in sample 0, which does"):
+        step(state, {"x": jnp.ones((8, 4)), "n": numbers})
+    step(state, {"x": jnp.ones((8, 4)), "n": np.arange(8)})

@@ -35,6 +35,12 @@ from .writer_lock import LOCK, Taken, WriterLock
 if TYPE_CHECKING:
     from .orbax import Writer
 
+# Which steps are there, which are kept and what is swept is decided here, over Orbax's
+# `AsyncCheckpointer`, and not by its `CheckpointManager`. That one (0.12.8, tried) makes the
+# directory when it is opened, unless it only reads; takes any folder with a number for a step, an
+# empty one too, and as the newest to resume from; answers `all_steps` from what it saw when it was
+# opened, unless told to read anew; and returns False from `save` for a step that is there or is
+# below the newest, where ours is refused aloud, or saved.
 _DELETED = ".deleted-"
 
 

@@ -173,13 +173,16 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
     at_once: Any = max(_AT_ONCE_BYTES, 2 * largest) / 1e9  # a number of GB, whole or not
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=at_once)
     args = ocp.args.PyTreeRestore(abstract, restore_args=jax.tree.map(one, abstract))
-    # Before the first read: those beside one that fails may end before it is known here.
-    _ignore_stragglers()
+    # Before the read: those beside one that fails may end before it is known here.
+    stragglers = _ignore_stragglers()
     with _quiet():
         try:
             with contextlib.closing(ocp.Checkpointer(handler)) as checkpointer:
-                return checkpointer.restore(directory, args=args)
+                read = checkpointer.restore(directory, args=args)
+            stragglers.put_back()
+            return read
         except Exception as error:
+            stragglers.expected = True
             told = str(error).partition(" [tensorstore_spec")[0]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
@@ -187,30 +190,44 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
     raise OSError(told)
 
 
-def _ignore_stragglers() -> None:
-    """Keeps reads beside one that failed from printing their own tracebacks.
-
-    They end whenever they end, after Orbax has closed its event loop, so the hooks stay.
-    """
-    if not isinstance(sys.unraisablehook, _Unraisable):
-        sys.unraisablehook = _Unraisable(sys.unraisablehook)
+def _ignore_stragglers() -> _Stragglers:
+    """Keeps reads beside one that failed from printing their own tracebacks."""
+    hook = sys.unraisablehook
+    if not isinstance(hook, _Stragglers):
+        hook = sys.unraisablehook = _Stragglers(hook)
     logger = logging.getLogger("asyncio")
     if _is_no_straggler not in logger.filters:
         logger.addFilter(_is_no_straggler)
+    return hook
 
 
-class _Unraisable:
-    """Ignores what Orbax's coroutines raise when nobody awaits them; passes on all else."""
+class _Stragglers:
+    """Ignores what reads raise when nobody awaits them any more; passes on all else.
+
+    A hook for the whole process, since that is where they arrive: Orbax closes its event loop at
+    the first read that fails, and TensorStore's threads, which end whenever they end, then call a
+    closed loop, once for each read. So the hook stays after a failed restore, and only then.
+    """
 
     def __init__(self, before: Callable[[Any], None]):
         self._before = before
+        self.expected = False
+
+    def put_back(self) -> None:
+        """Gives the hook back, if no read has failed and nobody has set another since."""
+        if not self.expected and sys.unraisablehook is self:
+            sys.unraisablehook = self._before
+            logging.getLogger("asyncio").removeFilter(_is_no_straggler)
 
     def __call__(self, unraisable: Any) -> None:
         code = getattr(unraisable.object, "cr_code", None)
         if "orbax" in getattr(code, "co_filename", ""):
             return
         error = unraisable.exc_value
-        if not (isinstance(error, RuntimeError) and "loop is closed" in str(error)):
+        # From C++, so without an object: a loop of the user's own that is closed too early is
+        # called by an object of the user's.
+        from_cpp = unraisable.object is None and unraisable.err_msg is None
+        if not (from_cpp and isinstance(error, RuntimeError) and "loop is closed" in str(error)):
             self._before(unraisable)
 
 
@@ -221,13 +238,25 @@ def _is_no_straggler(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax from warning of what is meant here, such as a restore onto another mesh."""
-    loggers = {"absl": logging.CRITICAL, "asyncio": logging.CRITICAL}
-    before = {name: logging.getLogger(name).level for name in loggers}
-    for name, level in loggers.items():
-        logging.getLogger(name).setLevel(level)
+    """Keeps Orbax from warning of what is intentional here, such as a restore onto another mesh.
+
+    By a filter of Orbax's own records: the level of absl's logger is the user's, who may log
+    from another thread meanwhile.
+    """
+    filters = {"absl": _is_not_orbax, "asyncio": _is_no_straggler}
+    added = [
+        (logger, one)
+        for logger, one in ((logging.getLogger(name), one) for name, one in filters.items())
+        if one not in logger.filters
+    ]
+    for logger, one in added:
+        logger.addFilter(one)
     try:
         yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, one in added:
+            logger.removeFilter(one)
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname or record.levelno >= logging.CRITICAL

@@ -95,10 +95,10 @@ def compile(
         there_job = job_of(recipe, layout.on(there), inputs, method)
         program = compile_here(traced(there_job).lower(), there, there_job.options)
     if program.refused and not program.hlo:
-        seen = _structure(recipe, layout, inputs, method, show)
-        if seen is not None:
-            noise = f"{program.noise}\n{seen.noise}"
-            program = dataclasses.replace(program, hlo=seen.hlo, alive=None, noise=noise)
+        hlo, noise = _structure(recipe, layout, inputs, method, show)
+        program = dataclasses.replace(
+            program, hlo=hlo, alive=None, noise=f"{program.noise}\n{noise}"
+        )
     return _told(job, program, mesh)
 
 
@@ -144,8 +144,8 @@ def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:
 
 def _structure(
     recipe: Any, layout: Layout, inputs: Any, method: Method, show: bool
-) -> Program | None:
-    """Returns the step as it is compiled for CPU devices, which have no limit.
+) -> tuple[str, str]:
+    """Returns the step's HLO for CPU devices, which have no limit, and what was printed of it.
 
     Where the compiler of the chips only says that the step does not fit, this says why: it is
     partitioned alike.
@@ -153,9 +153,15 @@ def _structure(
     mesh = layout.mesh
     bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
     try:
-        return _handed_over(job_of(recipe, layout.on(bare), inputs, method), None, bare, show)
-    except (ValueError, _NeedsDevices):
-        return None
+        seen = _handed_over(job_of(recipe, layout.on(bare), inputs, method), None, bare, show)
+    except (ValueError, _NeedsDevices) as error:
+        # That it does not fit is known, and is the result; only its causes are missing.
+        why = str(error) or "it can be compiled in the process that has its devices alone"
+        return (
+            "",
+            f"shardwise: the causes are not known, since the step is not compiled for CPU devices: {why}",
+        )
+    return seen.hlo, seen.noise
 
 
 def _without_callers(text: str) -> str:

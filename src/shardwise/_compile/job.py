@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import is_users
+from .._base import either, is_users
 from .._check import LayoutError, check, matched
 from .._jax import quick_tracing
 from .._layout import Layout, Method, call_arguments, method_of
@@ -140,10 +140,20 @@ def _is_array(x: Any) -> bool:
 
 
 def _placed(x: Any, layout: Layout) -> Any:
-    """Returns an input with its sharding: dim 0 over the data axes, where they divide it."""
+    """Returns an input with its sharding: the one that it has, or dim 0 over the data axes."""
     axes = data_axes(layout)
     ways = math.prod(layout.mesh.shape[axis] for axis in axes)
-    spec = P(axes) if x.shape and axes and x.shape[0] % ways == 0 else P()
+    given = getattr(getattr(x, "sharding", None), "spec", None)
+    spec = given if given is not None else P(axes) if x.shape and axes else P()
+    if given is None and x.shape and x.shape[0] % ways:
+        raise ValueError(
+            f"an input of shape {tuple(x.shape)} cannot be split {ways} ways over {'+'.join(axes)}: "
+            + either(
+                f"make dim 0 a multiple of {ways}, or give it a sharding of its own, such as "
+                f"jax.ShapeDtypeStruct(…, sharding=NamedSharding(layout.mesh, P()))",
+                f"make its first size in --inputs a multiple of {ways}",
+            )
+        )
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
 
 

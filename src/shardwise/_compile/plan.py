@@ -25,12 +25,15 @@ class Plan:
         compiled: its compilation.
         optimizer_bytes: on one device (exact); None where no optimizer is known.
         batch_bytes: alike.
+        problem: why the recipe's step cannot run on this layout though the layout has no errors,
+            such as a batch that the mesh does not divide; or nothing.
     """
 
     layout: Layout | None
     compiled: Compiled | None = None
     optimizer_bytes: int | None = None
     batch_bytes: int | None = None
+    problem: str = ""
 
     @functools.cached_property
     def findings(self) -> Findings:
@@ -90,8 +93,8 @@ class Plan:
 
     @property
     def usable(self) -> bool:
-        """Whether it has no errors, and is not known not to fit."""
-        return not self.findings.errors and self.fits is not False
+        """Whether it has no errors, and is not known not to fit or to run."""
+        return not self.findings.errors and not self.problem and self.fits is not False
 
     @property
     def verdict(self) -> str:
@@ -102,6 +105,8 @@ class Plan:
         assert layout is not None
         if findings.errors:
             return f"cannot run: {findings.summary}"
+        if self.problem:
+            return f"cannot run: {self.problem}"
         where = show_devices(layout.mesh.size)
         held = f"{where} holds {show_bytes(layout.bytes_per_device)} of {show_bytes(layout.total_bytes)} (exact)"
         if layout.mesh.size > 1 and layout.bytes_per_device == layout.total_bytes:
@@ -130,11 +135,11 @@ def plan_of(found: Any, layout: Layout) -> Plan:
     bare = Plan(layout)
     if not isinstance(found, Recipe) or bare.findings.errors:
         return bare
+    optimizer = None
     try:
         step = make_blueprint(found, layout)
         optimizer = shard_bytes((step.abstract.optimizer, step.abstract.ema))
         return Plan(layout, None, optimizer, shard_bytes(step.batch))
-    except ValueError:
-        # A batch that the mesh does not divide, say: running and compiling tell of it.
-        state = layout.for_optimizer(found.optimizer, wrt=found.wrt)
-        return Plan(layout, None, state.bytes_per_device)
+    except ValueError as error:
+        # The layout can be shown all the same; what a run would raise is its verdict.
+        return Plan(layout, None, optimizer, problem=" ".join(str(error).split()))

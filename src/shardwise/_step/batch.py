@@ -151,6 +151,7 @@ def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
         return [P(axes) if axes and leaf.shape else P() for leaf in flat]
     if isinstance(given, P):
         return [given] * len(flat)
+    found: list[Any]
     try:
         found: list[Any] = treedef.flatten_up_to(given)
     except (ValueError, TypeError):

@@ -29,7 +29,8 @@ def remat_modules(model: nnx.Module, patterns: Mapping[str, Remat]) -> None:
                 f"the model has {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"
             )
         for module in found:
-            # Python looks a call up on the class, so the instance gets a class of its own.
+            # Python looks a call up on the class, so the instance gets a class of its own: see
+            # `scope_modules` for why. It is not the user's, but one merged for this trace.
             module.__class__ = _remat_class(type(module), remat_policy(policy))
 
 

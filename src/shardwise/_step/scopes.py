@@ -32,7 +32,12 @@ def scope_modules(model: nnx.Module) -> None:
         outer = next((n for n in range(len(path) - 1, 0, -1) if path[:n] in found), 0)
         _places[module] = _show(path[outer:])
         # Python looks a call up on the class, so the instance gets one of its own; the same for
-        # all members of a list, which must stay alike to be stacked.
+        # all members of a list, which must stay alike to be stacked. The other ways are worse:
+        # NNX has no hook around calls (Linen's `intercept_methods` has no counterpart), and to
+        # replace `__call__` on the user's own class would reach all of its instances, in all
+        # threads. `model` is merged for one trace and nobody else holds it: the user's own
+        # modules keep their class, whatever is raised. `isinstance` and `super()` hold inside,
+        # and the name is the same; only `type(self) is Block` does not.
         name = _show(_unnumbered(path[outer:]))
         module.__class__ = _scoped_class(type(module), name)
 

@@ -52,11 +52,12 @@ def data(
             arrays with as many rows; or anything with `len` and `[i]`, such as a Grain
             `MapDataset` or a source of Grain's.
         length: cuts tokens into samples of so many, without overlap, as int32; for a file, or
-            an array of one dim.
+            an array of one dim. A shorter rest at the end is left out.
         dtype: the dtype of a raw file of tokens.
         shuffle: whether samples are shuffled.
         seed: the order's seed.
-        epochs: how often each sample is seen; without end if None.
+        epochs: how often each sample is seen; without end if None. Samples at the very end that
+            are fewer than a batch are left out.
         transform: applied to each sample after it is read.
         prefetch: how many batches are read ahead.
 

@@ -261,14 +261,17 @@ class Putter:
         return jax.tree.unflatten(treedef, placed)
 
     def _require_integers(self, flat: list[Any]) -> None:
-        """Refuses integers that would change; what is on devices already, or a part, is as it is."""
+        """Refuses integers that would change, also in a part of the batch or beside device arrays.
+
+        Which samples a part has is not known here, so that what it looks up is checked in whole
+        batches only.
+        """
         whole = all(
             isinstance(x, np.ndarray) and x.shape == shape
             for x, (shape, _, _) in zip(flat, self.expected, strict=True)
         )
-        if whole:
-            batch = jax.tree.unflatten(self.treedef, flat)
-            require_integers(batch, self.planned, self.bounds, lambda row: row)
+        batch = jax.tree.unflatten(self.treedef, flat)
+        require_integers(batch, self.planned, self.bounds if whole else (), lambda row: row)
 
     def _place(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
         if not self.many or (isinstance(x, jax.Array) and not x.is_fully_addressable):

@@ -60,9 +60,14 @@ class Experts(nnx.Module):
         # the expert axes too.
         batch = (*batch, *(axis for axis in experts if axis not in batch))
         mlp = tuple(axis for axis in mlp if axis not in batch)
-        even = x.shape[0] % math.prod(mesh.shape[axis] for axis in batch) == 0
-        if not (batch or mlp) or not even:
+        if not (batch or mlp):
             return mix(x, *weights)
+        ways = math.prod(mesh.shape[axis] for axis in batch)
+        if x.shape[0] % ways:
+            raise ValueError(
+                f"{x.shape[0]} sequences cannot be split {ways} ways over {'+'.join(batch)}, as "
+                f"experts need: make the batch a multiple of {ways}"
+            )
         return jax.shard_map(
             functools.partial(mix, experts=experts, mlp=mlp),
             mesh=mesh,

@@ -87,7 +87,12 @@ def auto_mesh() -> AbstractMesh | None:
 def axes_of(
     shape: tuple[int, ...], names: tuple[str | None, ...], mesh: AbstractMesh
 ) -> list[tuple[str, ...]]:
-    """Returns the axes that split each dim: on `mesh`, not used yet, and dividing it evenly."""
+    """Returns the axes that split each dim: on `mesh`, not used yet, and dividing it evenly.
+
+    A dim that its axes do not divide is left to the compiler: a constraint on an activation
+    changes no number, and what must divide is refused before, parameters by `sw.check` (SW104) and
+    the batch when it is laid out.
+    """
     rules: dict[str, Any] = dict(active_axis_rules())
     found: list[tuple[str, ...]] = []
     used: set[str] = set()
