@@ -30,6 +30,9 @@ def causal_attention(
         window: how many positions each position attends to, including its own; all earlier ones
             if None.
     """
+    # Choosing a kernel repairs nothing: all of them compute this function, up to rounding. Which
+    # one was chosen shows in a compilation's buffers and kernels, and `shardwise doctor` says
+    # whether cuDNN is installed.
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     window = None if window is None or window >= q.shape[1] else window
     platform = target_platform()
