@@ -42,7 +42,6 @@ FAST = (
     "check/test_codes.py",
     "check/test_match.py",
     "cli/test_cli.py",
-    "cli/test_target.py",
     "compile/test_hlo.py",
     "jax/test_quick.py",
     "jax/test_values.py",
