@@ -1,11 +1,12 @@
-"""Time saving and restoring against plain Orbax, and measure the memory of a restore.
+"""Times saving and restoring against plain Orbax, and measures the memory of a restore.
 
     python benchmarks/checkpoints.py
 
-A state of AdamW on eight virtual CPU devices. Plain Orbax is `ocp.PyTreeCheckpointer` and
-`ocp.AsyncCheckpointer` as they come, and again without compression, as Shardwise stores arrays; in
-turns, in one run. Each save is waited for and synced to disk, so that one does not pay for another's
-writes. Shardwise's times include its digests, which Orbax does not have. All figures are measured.
+Saves a model with AdamW state on eight virtual CPU devices. Plain Orbax is `ocp.PyTreeCheckpointer`
+and `ocp.AsyncCheckpointer` with their defaults, and again without compression, as Shardwise stores
+arrays. All run in turn. Each save is waited for and synced to disk, so that none pays for the writes
+of another. The times of Shardwise include its digests, which Orbax does not have. All figures are
+measured.
 """
 
 import argparse
@@ -31,7 +32,7 @@ WIDTH = 2048
 
 
 class Stack(nnx.Module):
-    """Square kernels of 16 MiB."""
+    """A stack of square kernels of 16 MiB each."""
 
     def __init__(self, layers, rngs):
         """Makes the layers."""
@@ -55,7 +56,7 @@ def as_tree(state):
 
 
 def _trained(state):
-    """Returns the state with moments as a trained one has: those of a new one are zeros."""
+    """Returns the state with random moments, as after training: those of a new state are zeros."""
 
     def noise(x):
         return jax.random.normal(jax.random.key(0), x.shape, x.dtype)
@@ -116,10 +117,11 @@ def measure(gigabytes, repeats, folder):
         ours = [size / statistics.median(found) for found in times["shardwise"]]
         print(
             f"  {name:22} save {save:5.2f} GiB/s, restore {restore:5.2f} GiB/s; shardwise has "
-            f"{ours[0] / save:5.2f} and {ours[1] / restore:5.2f} of its throughput"
+            f"{ours[0] / save:5.2f} and {ours[1] / restore:5.2f} times its throughput"
         )
     print(
-        f"  an asynchronous save blocks for {statistics.median(blocked):.3f} of a synchronous one"
+        f"  an asynchronous save blocks for {statistics.median(blocked):.3f} of the time of a "
+        f"synchronous one"
     )
 
 
@@ -129,21 +131,22 @@ def restore_elsewhere(gigabytes, folder):
     layout = sw.layout(
         recipe.model, sw.mesh("data=2,model=4", on="cpu:8"), {"**": jax.P("model", "data")}
     )
-    # What compiling and the digests' programs need is there before the peak is taken.
+    # Compile everything, digests included, before the peak is measured.
     small = make_recipe(0.01)
     other = sw.layout(small.model, layout.mesh, {"**": jax.P("model", "data")})
     warm = sw.Checkpoints(folder / "warm")
     warm.save(0, sw.train_state(small, other))
     warm.close()
     warm.restore(small, other)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _peak_bytes()
     state = sw.Checkpoints(folder / "saved").restore(recipe, layout)
     jax.block_until_ready(state)
     after = _peak_bytes()
-    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
     print(
-        f"  restored onto data=2,model=4: peak grew by {(after - before) / held:.2f} of its shards"
+        f"  restored onto data=2,model=4: the peak grew by {(after - before) / size:.2f} times the "
+        f"bytes of the state"
     )
 
 
@@ -156,7 +159,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--restore", type=Path, help="only restore what is there, elsewhere")
+    parser.add_argument("--restore", type=Path, help="only restore this folder, onto another mesh")
     args = parser.parse_args()
     if args.restore:
         restore_elsewhere(args.gigabytes, args.restore)

@@ -1,9 +1,10 @@
-"""Compare the collectives of compiled steps with those derived by hand.
+"""Compares the collectives of compiled steps with those derived by hand.
 
     python benchmarks/collectives.py
 
-A two-layer MLP, data parallel, FSDP and tensor parallel, for eight GPUs and eight TPUs that are not
-here, and a pipeline of four stages on the CPU. Bytes are those that one device sends (ring model).
+Compiles a two-layer MLP with data parallelism, FSDP and tensor parallelism for eight absent GPUs
+and eight absent TPUs, and a pipeline of four stages on the CPU. Bytes are what one device sends
+(ring model).
 """
 
 import jax
@@ -64,10 +65,10 @@ def main():
     def make():
         return Mlp(nnx.Rngs(0))
 
-    sw.mesh("stage=4", on="cpu:4")  # before anything else starts a backend of one device
+    sw.mesh("stage=4", on="cpu:4")  # before anything else starts a backend with one device
     fsdp = sw.fsdp("data", min_bytes=0)
     for on in (GPUS, TPU_CHIPS):
-        # A TPU multiplies in bfloat16, and gathers so.
+        # A TPU multiplies in bfloat16, and gathers in bfloat16 too.
         gathered = 2 * 7 * KERNEL // 8 // (2 if on == TPU_CHIPS else 1)
         cases = {
             "data parallel": ("data=8", "dp", ring(2 * KERNEL + 4, 8)),

@@ -1,13 +1,13 @@
-"""Break checkpoints in every way that we know of, and count what comes of it.
+"""Breaks checkpoints in every way that we know of, and counts the outcomes.
 
     python benchmarks/faults.py --faults 250
 
-Each fault must end in the values that were saved, bit for bit, or in one sentence that names the
-step or the directory: a restore that returns anything else is counted as wrong, and any other
-exception as raw. After each fault the step before it is restored too, and every restore is onto a
-mesh of its own. Kills happen in processes of their own, at random moments of a save; the full disk
-is a small tmpfs in a mount namespace (`unshare --map-root-user --mount`). Not part of the tests,
-which have a short version of it (`tests/checkpoint/test_faults.py`).
+After each fault, a restore must return the saved values, bit for bit, or raise one sentence that
+names the step or the directory. A restore that returns anything else counts as wrong, and any other
+exception as raw. After each fault the step before it is restored too, each time onto a random mesh.
+Kills happen in separate processes, at random moments of a save; the full disk is a small tmpfs in a
+mount namespace (`unshare --map-root-user --mount`). This is not part of the tests, which have a
+short version (`tests/checkpoint/test_faults.py`).
 """
 
 import argparse
@@ -55,7 +55,7 @@ def layout_of(axes):
 
 
 def begin():
-    """Returns a state in which no two numbers of an array are the same."""
+    """Returns a state in which no two values of an array are equal."""
     rng = np.random.default_rng(0)
     begun = sw.train_state(RECIPE, layout_of("data=8"))
 
@@ -65,7 +65,7 @@ def begin():
     return jax.tree.map(lambda x: jax.device_put(fill(x), x.sharding), begun)
 
 
-# --- faults of files: each changes something under a step, and returns nothing --------------------
+# --- file faults: each changes something in the folder of a step ----------------------------------
 
 
 def files_of(step):
@@ -73,7 +73,7 @@ def files_of(step):
 
 
 def pick(step, rng):
-    # A file of arrays as often as any other.
+    # Pick a file of arrays at least half of the time.
     arrays = [path for path in files_of(step) if path.parent.name == "d"]
     return rng.choice(rng.choice([files_of(step), arrays]))
 
@@ -122,7 +122,7 @@ def swap_files(step, rng, state):
 
 
 def swap_arrays(step, rng, state):
-    """Puts the file of one array in the place of another's, of the same size."""
+    """Swaps the files of two arrays of the same size."""
     by_size = collections.defaultdict(list)
     for path in files_of(step):
         if path.parent.name == "d":
@@ -138,7 +138,7 @@ def swap_arrays(step, rng, state):
 
 
 def crafted(change):
-    """Changes the numbers of a large array as they are on disk, an even number of them."""
+    """Changes values of a large array on disk, an even number of them."""
 
     def fault(step, rng, state):
         blocks = [np.asarray(x) for x in jax.tree.leaves(state) if x.size >= DEPTH * WIDTH]
@@ -147,7 +147,7 @@ def crafted(change):
             for part in np.split(kernel, shards, axis=0) + np.split(kernel, shards, axis=1):
                 for path in files_of(step):
                     data = path.read_bytes()
-                    # As many rows of it as are together in a file.
+                    # A file may hold any of these parts of the array.
                     place = data.find(part.tobytes())
                     if place >= 0:
                         new = part.copy()
@@ -156,7 +156,7 @@ def crafted(change):
                         end = place + len(part.tobytes())
                         path.write_bytes(data[:place] + new.tobytes() + data[end:])
                         return
-        raise AssertionError("the array is not to be found on disk")
+        raise AssertionError("the array was not found on disk")
 
     return fault
 
@@ -221,13 +221,13 @@ FAULTS = {
 
 
 def outcome(checkpoints, step, axes, state):
-    """Returns `equal`, `refused`, `WRONG` or `RAW`, and what was said."""
+    """Returns `equal`, `refused`, `WRONG` or `RAW`, and the error message."""
     try:
         restored = checkpoints.restore(RECIPE, layout_of(axes), step=step)
     except sw.CheckpointError as error:
-        told = str(error)
-        named = f"step {step}" in told or str(checkpoints.directory) in told
-        return ("refused" if named and "\n" not in told else "RAW"), told
+        message = str(error)
+        named = f"step {step}" in message or str(checkpoints.directory) in message
+        return ("refused" if named and "\n" not in message else "RAW"), message
     except Exception as error:
         return "RAW", f"{type(error).__name__}: {error}"
     pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
@@ -250,17 +250,17 @@ def break_files(count, seed, folder):
         FAULTS[name](folder / "run" / "2", rng, state)
         axes = rng.choice(MESHES)
         for step in (2, 1):
-            found, told = outcome(checkpoints, step, axes, state)
+            found, message = outcome(checkpoints, step, axes, state)
             if step == 1 and found != "equal":
                 found = "WRONG"
             if step == 2 or found != "equal":
                 table[name][found] += 1
             if found in ("WRONG", "RAW"):
-                bad.append(f"{name}, step {step} onto {axes}: {found} {told}")
+                bad.append(f"{name}, step {step} onto {axes}: {found} {message}")
     return table, bad
 
 
-# --- faults of processes and of the disk ----------------------------------------------------------
+# --- process and disk faults ----------------------------------------------------------------------
 
 
 def run_script(script, *arguments, before=()):
@@ -272,7 +272,7 @@ def run_script(script, *arguments, before=()):
 
 
 def kill_saves(count, seed, folder, table, bad):
-    """The script restores every listed step bitwise after each kill, and fails otherwise."""
+    """Runs a script that fails unless every listed step restores bitwise after each kill."""
     done = run_script("kill_save.py", folder / "kills", count, seed)
     if done.returncode:
         bad.append(f"SIGKILL: {done.stderr[-500:]}")
@@ -287,12 +287,12 @@ def fill_disk(folder, table, bad):
     done = run_script(
         "kill_disk.py", "full", folder / "disk", before=("unshare", "--map-root-user", "--mount")
     )
-    told = json.loads(done.stdout) if done.returncode == 0 else {"script": done.stderr[-500:]}
+    output = json.loads(done.stdout) if done.returncode == 0 else {"script": done.stderr[-500:]}
     for key, want in {"full": "the disk is full", "full again": "the disk is full"}.items():
-        is_right = str(told.get(key, "")).endswith(want) and told.get("older") == "ok"
+        is_right = str(output.get(key, "")).endswith(want) and output.get("older") == "ok"
         table["a full disk"]["refused" if is_right else "RAW"] += 1
         if not is_right:
-            bad.append(f"a full disk: {told}")
+            bad.append(f"a full disk: {output}")
 
 
 def race(tries, folder, table, bad):
@@ -329,16 +329,16 @@ def race(tries, folder, table, bad):
         found = json.loads(out)
         for step in found["saved"]:
             table["two writers"]["equal" if step in there else "WRONG"] += 1
-        for told in found["refused"]:
-            named = re.search("(process .*|another process) is saving there", told)
+        for message in found["refused"]:
+            named = re.search("(process .*|another process) is saving there", message)
             table["two writers"]["refused" if named else "RAW"] += 1
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=250, help="faults of files")
+    parser.add_argument("--faults", type=int, default=250, help="number of file faults")
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--races", type=int, default=30, help="saves of each of two writers")
+    parser.add_argument("--races", type=int, default=30, help="saves by each of two writers")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

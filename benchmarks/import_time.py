@@ -1,10 +1,10 @@
-"""What starting costs: importing Shardwise, and the command line's help and completion.
+"""Measures startup: importing Shardwise, and the help and completion of the command line.
 
     python benchmarks/import_time.py
 
-The rival is `from flax import nnx`, which every user of Shardwise imports anyway. Each round runs
-all of them once, in processes of their own, so that a busy moment falls on all alike; the ratio is
-of the medians of processor time.
+The baseline is `from flax import nnx`, which every user of Shardwise imports anyway. Each round
+runs every command once, each in its own process, so that a busy moment affects all of them alike.
+Ratios are of median processor times.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
     for name in COMMANDS:
-        seconds(name)  # so that the files are in memory
+        seconds(name)  # warms the file cache
     found: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(rounds):
         for name, row in found.items():

@@ -1,10 +1,10 @@
-"""`sw.init` on eight virtual CPU devices, against two rivals: memory and time.
+"""Measures memory and time of `sw.init` on eight virtual CPU devices against two alternatives.
 
     python benchmarks/init.py
 
-The rivals are a hand-written `jax.jit(..., out_shardings=...)` and an eager init followed by
-`jax.device_put`. Memory is the growth of the process's peak resident set (measured), each in a fresh
-process; times are medians of interleaved runs in one process, compilation included.
+The alternatives are a hand-written `jax.jit(..., out_shardings=...)` and an eager init followed by
+`jax.device_put`. Memory is the growth of the peak resident set in a fresh process (measured). Times
+are medians of interleaved runs in one process, including compilation.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WIDTH, HIDDEN, LAYERS = 1024, 4096, 32
 
 
 class Layer(nnx.Module):
-    """The seven kernels of a decoder's layer: 64 MiB."""
+    """The seven kernels of a decoder layer, 64 MiB in total."""
 
     def __init__(self, rngs):
         """Makes the kernels."""
@@ -42,7 +42,7 @@ class Layer(nnx.Module):
 
 
 class Stack(nnx.Module):
-    """A deep model whose every leaf is split eight ways."""
+    """A deep model in which every leaf is split eight ways."""
 
     def __init__(self, rngs):
         """Makes the layers."""
@@ -77,7 +77,7 @@ WAYS = {"sw.init": ours, "jax.jit by hand": by_hand, "eager, then device_put": e
 
 
 def peak(way):
-    """Returns the bytes by which the peak resident set grew, in this process."""
+    """Returns the bytes by which the peak resident set of this process grew."""
     layout = plan()
     small = sw.layout(
         lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), layout.mesh, sw.fsdp("data", min_bytes=0)

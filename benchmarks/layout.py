@@ -1,8 +1,8 @@
-"""Layout and check against `nnx.eval_shape` alone: time, memory, and growth with the leaves.
+"""Compares layout and check with `nnx.eval_shape` alone: time, memory, and growth with the leaves.
 
     python benchmarks/layout.py
 
-Ratios are medians of interleaved runs in one process (measured); memory is that of fresh processes.
+Ratios are medians of interleaved runs in one process; memory comes from fresh processes (measured).
 """
 
 import argparse
@@ -32,7 +32,7 @@ def timed(function):
 
 
 def interleaved(ours, rival, repeats):
-    """Returns the median seconds of both, run by turns."""
+    """Returns the median seconds of both, run in turn."""
     ours(), rival()
     pairs = [(timed(ours), timed(rival)) for _ in range(repeats)]
     return tuple(statistics.median(times) for times in zip(*pairs, strict=True))
@@ -74,10 +74,10 @@ def memory(name):
 
 
 class Many(nnx.Module):
-    """A model of many small leaves, for the growth of cost."""
+    """A model with many small leaves, to see how the cost grows."""
 
     def __init__(self, layers):
-        """Makes two leaves to a layer, without random numbers so that their making is cheap."""
+        """Makes two leaves per layer, without random numbers, so that they are cheap to make."""
         zeros = nnx.initializers.zeros_init()
         self.layers = nnx.List(
             [nnx.Linear(64, 128, kernel_init=zeros, rngs=nnx.Rngs(0)) for _ in range(layers)]
@@ -85,7 +85,7 @@ class Many(nnx.Module):
 
 
 def growth(counts):
-    """Yields leaves, and the seconds of layout and check beyond `nnx.eval_shape`."""
+    """Yields the number of leaves, and the seconds of layout and check without `nnx.eval_shape`."""
     mesh = sw.mesh("data=64,model=4", on="none")
     rules = [{"**.kernel": P(None, "model")}, sw.fsdp("data", min_bytes=0)]
     for count in counts:
@@ -121,7 +121,7 @@ def main():
                 f"{ours / rival:.2f}", f"{extra / 1e6:.1f}" if rules == "fsdp+tensor" else "",
             )  # fmt: skip
     console.print(table)
-    # Tracing the forward pass is work that the user asks for with inputs=; its rival is the trace.
+    # With inputs= the forward pass is traced too, so the baseline includes that trace.
     make, mesh = llama.make("70B"), sw.mesh(MESHES["70B"], on="none")
     tokens = jax.ShapeDtypeStruct((64, 4096), "int32")
     graphdef, state = nnx.split(nnx.eval_shape(make))
@@ -134,9 +134,9 @@ def main():
         lambda: plan(make, mesh, "fsdp+tensor", inputs=tokens), trace, max(1, args.repeats // 2)
     )
     print(
-        f"70B with inputs= (forward pass traced): {ours:.2f} s, {ours / rival:.2f} x of eval_shape + make_jaxpr ({rival:.2f} s)"
+        f"70B with inputs= (forward pass traced): {ours:.2f} s, {ours / rival:.2f} times eval_shape + make_jaxpr ({rival:.2f} s)"
     )
-    table = Table("leaves", "layout+check s", "microseconds a leaf")
+    table = Table("leaves", "layout+check s", "microseconds per leaf")
     for count, seconds in growth((500, 5_000, 50_000)):
         table.add_row(f"{count:,}", f"{seconds:.2f}", f"{1e6 * seconds / count:.0f}")
     console.print(table)

@@ -1,4 +1,4 @@
-"""Llama-3 shapes as plain unrolled NNX models, for the benchmarks: nine leaves to a layer."""
+"""Llama 3 shapes as plain unrolled NNX models for the benchmarks, with nine leaves per layer."""
 
 import jax
 import jax.numpy as jnp
@@ -61,5 +61,5 @@ class Llama(nnx.Module):
 
 
 def make(name):
-    """Returns a factory of the named shape."""
+    """Returns a function that builds the named model."""
     return lambda: Llama(*SHAPES[name], rngs=nnx.Rngs(0))

@@ -1,12 +1,12 @@
-"""Compare the peak that is compiled without a GPU with the peak that an NVIDIA H200 measures.
+"""Compares the peak memory compiled without a GPU with the peak measured on an NVIDIA H200.
 
     python benchmarks/memory.py predict predicted.json     # on any machine, with shardwise[gpu]
     python benchmarks/memory.py measure measured.json      # on a machine with one H200
     python benchmarks/memory.py table predicted.json measured.json
 
 Predicted is `sw.compile` for `on="h200:1x1"` (compiled). Measured is JAX's `peak_bytes_in_use`
-after two steps of `sw.train_step` in a process of its own. Both sides should have the same jaxlib
-and, for cuDNN's attention, the same cuDNN (`pip install nvidia-cudnn-cu13==…`).
+after two steps of `sw.train_step` in a separate process. Both machines should have the same jaxlib
+and, for cuDNN attention, the same cuDNN (`pip install nvidia-cudnn-cu13==…`).
 """
 
 import argparse
@@ -42,7 +42,7 @@ def config_recipe(config, batch, **options):
 
 
 def flax_recipe(batch, **options):
-    """A decoder of Flax's own layers, with plain attention."""
+    """A decoder made of Flax's own layers, with plain attention."""
     return sw.Recipe(
         model=decoder.make,
         loss=decoder.loss,
@@ -110,11 +110,11 @@ def measure(name):
 
 
 def each(what, path, names):
-    """Runs every recipe in a process of its own, and keeps what is known so far."""
+    """Runs every recipe in a separate process, and saves the results so far."""
     found = {}
     for name in names:
         command = [sys.executable, __file__, what, "--one", name]
-        # In one pool from the start: a pool that grows hands out pieces larger than asked for.
+        # One pool from the start: a growing pool hands out larger blocks than requested.
         environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -149,8 +149,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["predict", "measure", "table"])
     parser.add_argument("files", nargs="*")
-    parser.add_argument("--one", help="only this recipe, here")
-    parser.add_argument("--only", default="", help="recipes with this in their names")
+    parser.add_argument("--one", help="run only this recipe, in this process")
+    parser.add_argument("--only", default="", help="run recipes whose names contain this")
     args = parser.parse_args()
     run = {"predict": predict, "measure": measure}.get(args.what)
     if args.one:

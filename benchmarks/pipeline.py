@@ -1,14 +1,14 @@
-"""The pipeline at 4 stages and 16 microbatches, against the unsplit stack on the same cores.
+"""Times a pipeline with 4 stages and 16 microbatches against the plain stack on the same cores.
 
-Both sides run the same microbatches through the same blocks, forward and backward, in turn: the
-unsplit stack on one CPU device, the pipeline on four virtual ones. Either has all of this machine's
-cores, so four devices are no faster than one, and what an idle stage computes in vain takes core
-time like any other work. The pipeline is therefore expected to take
+Both run the same microbatches through the same blocks, forward and backward, in turn: the plain
+stack on one CPU device, the pipeline on four virtual ones. Both use all cores of this machine, so
+four devices are no faster than one, and the unused work of idle stages takes core time like any
+other. The pipeline is therefore expected to take
 
-    (1 + bubble) x the unsplit time.
+    (1 + bubble) x the time of the plain stack.
 
-How many cores each side kept busy (CPU seconds for each second) is printed beside it: where the
-two differ, the expectation is divided by their ratio.
+The number of cores that each kept busy (CPU seconds per second) is also printed: if the two differ,
+the expectation is divided by their ratio.
 
     python benchmarks/pipeline.py [--repeats 7]
 """
@@ -29,7 +29,7 @@ STAGES, MICROBATCHES, LAYERS, WIDTH, ROWS = 4, 16, 8, 512, 128
 
 
 class Block(nnx.Module):
-    """An MLP with a residual."""
+    """An MLP with a residual connection."""
 
     def __init__(self, rngs):
         """Makes its two layers."""
@@ -37,7 +37,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x):
-        """Returns x and what the MLP makes of it."""
+        """Returns x plus the output of the MLP."""
         return x + self.down(nnx.relu(self.up(x)))
 
 
@@ -48,14 +48,14 @@ def make(rngs):
 
 
 def fold(state, rounds):
-    """Returns the stack as (rounds, layers of a round, ...), as the circular schedule takes it."""
+    """Returns the stack as (rounds, layers per round, ...), which the circular schedule takes."""
     if rounds is None:
         return state
     return jax.tree.map(lambda a: a.reshape(rounds, -1, *a.shape[1:]), state)
 
 
 def seconds(fn, *args):
-    """Returns the seconds on the clock, and those of all cores together."""
+    """Returns the wall-clock seconds, and the CPU seconds of all cores together."""
     start, cpu = time.perf_counter(), time.process_time()
     jax.block_until_ready(fn(*args))
     return time.perf_counter() - start, time.process_time() - cpu
@@ -72,14 +72,14 @@ def main():
     graphdef, state = nnx.split(make(nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(1), (MICROBATCHES * ROWS, WIDTH))
 
-    def unsplit(state, x):
+    def plain(state, x):
         def stack(x):
             return jax.lax.scan(lambda h, s: (nnx.merge(graphdef, s)(h), None), x, state)[0]
 
         return jax.lax.map(stack, x.reshape(MICROBATCHES, ROWS, WIDTH)).reshape(x.shape)
 
     print(f"jax {jax.__version__}, {repeats} repeats in turn, medians; (cores kept busy)")
-    print("schedule      bubble      unsplit ms     pipeline ms   expected ms   measured/expected")
+    print("schedule      bubble        plain ms     pipeline ms   expected ms   measured/expected")
     for schedule, rounds in (("gpipe", None), ("circular", 2)):
 
         def split(state, x, schedule=schedule):
@@ -90,7 +90,7 @@ def main():
 
         spec = P("stage") if rounds is None else P(None, "stage")
         placed = jax.device_put(fold(state, rounds), NamedSharding(mesh, spec))
-        whole = jax.device_put(x, NamedSharding(mesh, P()))
+        batch = jax.device_put(x, NamedSharding(mesh, P()))
         timetable = sw.Timetable(STAGES, MICROBATCHES, rounds or 1)
 
         def step(fn):
@@ -99,9 +99,9 @@ def main():
 
             return jax.jit(run)
 
-        one, many = step(unsplit), step(split)
-        seconds(one, state, x), seconds(many, placed, whole)
-        times = [(*seconds(one, state, x), *seconds(many, placed, whole)) for _ in range(repeats)]
+        one, many = step(plain), step(split)
+        seconds(one, state, x), seconds(many, placed, batch)
+        times = [(*seconds(one, state, x), *seconds(many, placed, batch)) for _ in range(repeats)]
         u, u_cpu, p, p_cpu = (statistics.median(t) for t in zip(*times, strict=True))
         expected = (1 + timetable.bubble) * u * (u_cpu / u) / (p_cpu / p)
         print(

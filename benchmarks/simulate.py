@@ -1,6 +1,6 @@
-"""Simulating eight devices on one, against jax.shard_map over eight virtual CPU devices.
+"""Times eight simulated devices against `jax.shard_map` on eight virtual CPU devices.
 
-The body is a two-layer tensor-parallel MLP with gradients; both sides are jitted and run in turn.
+The body is a two-layer tensor-parallel MLP with gradients; both are jitted and run in turn.
 
     python benchmarks/simulate.py [--repeats 20]
 """
@@ -21,7 +21,7 @@ IN_SPECS = (P(None, "model"), P("model", None), P())
 
 
 def body(up, down, x):
-    """Returns the loss and the gradients of this device's parts."""
+    """Returns the loss, and the gradients of this device's shards."""
 
     def loss(up, down):
         out = jax.lax.psum(jax.nn.gelu(x @ up) @ down, "model")

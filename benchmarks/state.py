@@ -1,10 +1,10 @@
-"""Compare planned bytes of state on one device with what the compilers of absent chips take.
+"""Compares the planned bytes of state on one device with those of compiled steps for absent chips.
 
     python benchmarks/state.py
 
-Parameters, optimizer and batch by arithmetic on the layout (exact), against the argument bytes of
-the training step as the TPU's and GPU's own compilers made it (compiled), with tensor, FSDP, expert
-and sequence axes.
+Compares parameters, optimizer state and batch, computed from the layout (exact), with the argument
+bytes of the training step as the TPU and GPU compilers compile it (compiled), with tensor, FSDP,
+expert and sequence axes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SMALL = models.Config(
 )  # fmt: skip
 EXPERTS = dataclasses.replace(SMALL, experts=8, chosen=2, hidden=2048, capacity=1.25)
 BY_NAME = {"experts": "expert", "embed": "data", "mlp": None, "heads": None}
-# Config, mesh, chips, how it is laid out, how the batch is split.
+# Name, config, mesh, chips, rules of the layout, spec of the batch.
 POINTS = [
     ("fsdp", SMALL, "data=8", "v4:2x2x2", "fsdp", None),
     ("fsdp", SMALL, "data=16", "v5e:4x4", "fsdp", None),
@@ -68,8 +68,8 @@ def main():
             batch_spec=batch_spec,
         )
         mesh = sw.mesh(axes, on=on)
-        given = {"logical": rules} if isinstance(rules, dict) else {"rules": rules}
-        layout = sw.layout(recipe.model, mesh, inputs=recipe.batch, **given)
+        options = {"logical": rules} if isinstance(rules, dict) else {"rules": rules}
+        layout = sw.layout(recipe.model, mesh, inputs=recipe.batch, **options)
         memory = sw.compile(recipe, layout).memory
         planned = memory.parameters + memory.optimizer + memory.batch
         difference = memory.arguments / planned - 1

@@ -1,9 +1,9 @@
-"""Time a training step against a hand-written `jax.jit` step and the `nnx.jit` loop of Flax's guide.
+"""Times a training step against a hand-written `jax.jit` step and the `nnx.jit` loop of Flax's guide.
 
     python benchmarks/step.py --repeats 5
 
-On eight virtual CPU devices, all three in turns in one process: a decoder, where computing
-dominates, and a tiny model, where dispatching does. Times are ratios to the hand-written step
+All three run in turn in one process, on eight virtual CPU devices: a decoder, where compute
+dominates, and a tiny model, where dispatch does. Times are ratios to the hand-written step
 (measured); memory is what XLA reserves on a device (compiled).
 """
 
@@ -123,16 +123,16 @@ def measure(name, repeats):
     times = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for rival, pair in runs.items():
-            run, held = pair
+            run, current = pair
             start = time.perf_counter()
             for _ in range(count):
-                held, value = run(held, batch)
+                current, value = run(current, batch)
             jax.block_until_ready(value)
-            pair[1] = held
+            pair[1] = current
             if turn:  # the first turn compiles
                 times[rival].append((time.perf_counter() - start) / count)
     base = times["hand-written jax.jit"]
-    print(f"{name}: {statistics.median(base) * 1e3:.2f} ms a step, hand-written")
+    print(f"{name}: {statistics.median(base) * 1e3:.2f} ms per step, hand-written")
     for rival, found in times.items():
         ratio = statistics.median(a / b for a, b in zip(found, base, strict=True))
         print(f"  {rival:22} {ratio:6.3f} of the time (measured)")

@@ -1,6 +1,6 @@
-"""Data parallelism by hand: every device has its rows of the batch, gradients are averaged.
+"""Data parallelism by hand: every device has its rows of the batch, and gradients are averaged.
 
-python examples/data_parallel.py           simulated, on the one device that is here
+python examples/data_parallel.py           simulated on one device
 python examples/data_parallel.py --real    the same body on eight devices
 """
 
@@ -28,8 +28,8 @@ def loss(model, x, y):
 
 
 def step(model, x, y):
-    """One step of gradient descent on one device: x and y are its own rows."""
-    # A copy of its own, so that the gradient is that of its own rows alone.
+    """One step of gradient descent on one device, where x and y are its own rows."""
+    # Each device gets its own copy of the model, so that its gradient is that of its own rows.
     own = jax.lax.pcast(model, "data", to="varying")
     value, grads = jax.value_and_grad(loss)(own, x, y)
     value, grads = jax.lax.pmean((value, grads), "data")
@@ -37,7 +37,7 @@ def step(model, x, y):
 
 
 def main(real=False):
-    """Returns the largest difference to the same training without any devices."""
+    """Returns the largest difference from the same training without a mesh."""
     specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": (P(), P())}
     mesh = sw.mesh("data=8", on="cpu:8" if real else "none")
     run = (jax.shard_map if real else sw.simulate)(step, mesh=mesh, **specs)

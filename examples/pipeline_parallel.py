@@ -1,6 +1,6 @@
-"""Pipeline parallelism: a stack of blocks split depth-wise, next to data and tensor axes.
+"""Pipeline parallelism: a stack of blocks split by depth, next to a data and a tensor axis.
 
-python examples/pipeline_parallel.py           simulated, on the one device that is here
+python examples/pipeline_parallel.py           simulated on one device
 python examples/pipeline_parallel.py --real    the same body on eight devices
 """
 
@@ -17,7 +17,7 @@ LAYERS, WIDTH, HIDDEN = 8, 16, 32
 
 
 class Block(nnx.Module):
-    """An MLP with a residual; where its hidden units are split, `axis` sums over them."""
+    """An MLP with a residual connection; if its hidden units are split, `axis` sums over them."""
 
     def __init__(self, rngs, axis=None):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
@@ -42,7 +42,7 @@ def plain(state, x):
 
 
 def main(real=False):
-    """Returns the largest difference to the unsplit stack, gradients included."""
+    """Returns the largest difference from the plain stack, including gradients."""
     axes = "stage=2,data=2,model=2"
     mesh = sw.mesh(axes, on="cpu:8" if real else "none")
     graphdef, state = nnx.split(make(nnx.Rngs(0), "model"))
@@ -72,4 +72,4 @@ def main(real=False):
 
 
 if __name__ == "__main__":
-    print(f"differs from the unsplit stack by at most {main('--real' in sys.argv):.1e}")
+    print(f"differs from the plain stack by at most {main('--real' in sys.argv):.1e}")

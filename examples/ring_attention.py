@@ -1,6 +1,6 @@
-"""Ring attention: the sequence is split, keys and values go round, no device holds them all.
+"""Ring attention: the sequence is split, keys and values go round, and no device holds them all.
 
-python examples/ring_attention.py           simulated, on the one device that is here
+python examples/ring_attention.py           simulated on one device
 python examples/ring_attention.py --real    the same body on eight devices
 """
 
@@ -25,7 +25,7 @@ def plain(query, key, value):
 
 
 def main(real=False):
-    """Returns the largest difference to attention on one device, gradients included."""
+    """Returns the largest difference from attention on one device, including gradients."""
     spec = P("data", "seq", "model")
     how = {"in_specs": (spec, spec, spec), "out_specs": spec}
     mesh = sw.mesh("data=1,seq=4,model=2", on="cpu:8" if real else "none")

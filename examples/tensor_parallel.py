@@ -1,6 +1,6 @@
-"""Tensor parallelism by hand: a column and a row Linear, and the one psum that they need.
+"""Tensor parallelism by hand: a column-parallel and a row-parallel Linear, with a single psum.
 
-python examples/tensor_parallel.py           simulated, on the one device that is here
+python examples/tensor_parallel.py           simulated on one device
 python examples/tensor_parallel.py --real    the same body on eight devices
 """
 
@@ -27,7 +27,8 @@ def init(key, width=16, hidden=64):
     }
 
 
-# The first layer's columns and the second's rows are split: each device has its hidden units.
+# The columns of the first layer and the rows of the second are split: each device has its own
+# hidden units.
 SPECS = {
     "up": {"kernel": P(None, "model"), "bias": P("model")},
     "down": {"kernel": P("model", None), "bias": P()},
@@ -35,10 +36,10 @@ SPECS = {
 
 
 def mlp(params, x):
-    """The MLP on one device: its hidden units, and the sum over all of them."""
+    """The MLP on one device: its own hidden units, then the sum over all devices."""
     hidden = jax.nn.gelu(x @ params["up"]["kernel"] + params["up"]["bias"])
     part = hidden @ params["down"]["kernel"]
-    # The bias is added once, after the sum, and not once by each device.
+    # The bias is added once, after the sum, not once by each device.
     return jax.lax.psum(part, "model") + params["down"]["bias"]
 
 
@@ -48,7 +49,7 @@ def plain(params, x):
 
 
 def main(real=False):
-    """Returns the largest difference to the same MLP on one device, gradients included."""
+    """Returns the largest difference from the same MLP on one device, including gradients."""
     specs = {"in_specs": (SPECS, P("data")), "out_specs": P("data")}
     mesh = sw.mesh("data=2,model=4", on="cpu:8" if real else "none")
     run = (jax.shard_map if real else sw.simulate)(mlp, mesh=mesh, **specs)
@@ -56,8 +57,8 @@ def main(real=False):
     params, x = init(jax.random.key(0)), jax.random.normal(jax.random.key(1), (8, 16))
     if not real:
         print(run.trace(params, x))
-        held = run.shards(params, x)[1, 3].inputs[0]
-        print("device data=1,model=3 holds", jax.tree.map(jnp.shape, held))
+        local = run.shards(params, x)[1, 3].inputs[0]
+        print("device data=1,model=3 holds", jax.tree.map(jnp.shape, local))
     run = jax.jit(run)
 
     def grads(fn):

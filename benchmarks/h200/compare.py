@@ -1,8 +1,8 @@
-"""Compare Shardwise with PyTorch on one GPU, in turns, each in a process of its own.
+"""Compares Shardwise with PyTorch on one GPU, in turn, each in its own process.
 
     python benchmarks/h200/compare.py --rounds 2
 
-Prints a JSON line for each turn and a table of medians at the end.
+Prints a JSON line for each turn, and a table of medians at the end.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Time the training step of a 1.2B decoder with Shardwise on one GPU.
+"""Times the training step of a 1.2B decoder with Shardwise on one GPU.
 
-The step is `sw.train_step`'s own, of `shardwise.models.Decoder`. Prints one JSON line:
+The step is `sw.train_step` of `shardwise.models.Decoder`. Prints one JSON line:
 
     python shardwise_decoder.py --batch 16
 """
@@ -69,7 +69,7 @@ def main():
     ends, before = [], metrics
     for _ in range(args.warmup + args.steps + 1):
         state, metrics = step(state, batch)
-        jax.block_until_ready(before)  # at most one step is queued behind the one that runs
+        jax.block_until_ready(before)  # at most one step is queued behind the running one
         ends.append(time.perf_counter())
         before = metrics
     jax.block_until_ready(metrics)

@@ -1,9 +1,9 @@
-"""Time the training step of a 1.2B decoder in PyTorch on one GPU.
+"""Times the training step of a 1.2B decoder in PyTorch on one GPU.
 
 The model is the one `shardwise_decoder.py` times: 16 layers, width 2048, SwiGLU
 hidden 8192, 16 heads of 128, rotary embeddings, RMSNorm, 32,000 words, an
 untied head; f32 parameters under bf16 autocast, fused AdamW, `torch.compile`.
-Prints one JSON line for each setting asked for:
+Prints one JSON line for each requested setting:
 
     python torch_decoder.py --attention auto cudnn --batch 16
 """

@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = "<!-- The help of every command stands here in the site. -->"
+COMMANDS = "<!-- The site shows the help of every command here. -->"
 LINK = re.compile(r"(\]\()((?:\.\./)+)([^)#\s]+)")
 
 

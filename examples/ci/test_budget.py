@@ -1,10 +1,10 @@
-"""Budgets in a test of your own: a layout regression fails with the line that caused it.
+"""Budgets in your own tests: a layout regression fails and names the line that caused it.
 
     pytest examples/ci/test_budget.py
 
-Copy it next to your model. It compiles for eight H100s on any machine (`pip install
-"shardwise[gpu]"`); with `on="cpu:8"` it needs no extra compiler, but counts what the CPU's inserts,
-which is not always the same.
+Copy this next to your model. It compiles for eight H100s on any machine (`pip install
+"shardwise[gpu]"`). With `on="cpu:8"` it needs no extra compiler, but counts the collectives that
+the CPU compiler inserts, which are not always the same.
 """
 
 import jax
@@ -38,7 +38,7 @@ def test_the_step_fits_with_room_to_spare(compiled):
 
 
 def test_tensor_parallelism_sums_activations_and_nothing_else(compiled):
-    """Two sums a layer each way, and those of the embedding, the head and the loss."""
+    """Two sums per layer, forward and backward, and those of embedding, head and loss."""
     sw.assert_budget(compiled, collectives={"model": {"all-reduce": 4 * CONFIG.layers + 6}})
 
 

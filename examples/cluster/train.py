@@ -1,4 +1,4 @@
-"""One script for a laptop, for N processes of one machine, and for a cluster.
+"""One script for a laptop, for several processes on one machine, and for a cluster.
 
 python examples/cluster/train.py                                  one process
 shardwise launch -n 2 --devices 4 -- python examples/cluster/train.py
@@ -15,7 +15,7 @@ from shardwise.examples import decoder
 
 
 def main():
-    # First of all: a backend that has started can no longer be joined to others.
+    # Call this first: once a backend has started, it can no longer join other processes.
     print(sw.distributed())
     tokens = np.random.default_rng(0).integers(0, 256, 1_000_000, dtype=np.int32)
     recipe = sw.Recipe(
@@ -25,7 +25,7 @@ def main():
         batch=jax.ShapeDtypeStruct((64, 128), "int32"),
     )
     layout = sw.layout(decoder.make, sw.mesh("data=-1"), "fsdp")
-    # A directory that all processes share: a run that was ended goes on from its newest checkpoint.
+    # A directory shared by all processes: an interrupted run resumes from its newest checkpoint.
     checkpoints = sw.Checkpoints("runs/a", every=100)
     sw.fit(recipe, layout, sw.data(tokens, length=128), steps=1000, checkpoints=checkpoints)
 

@@ -1,7 +1,7 @@
-"""The four problems of the seed documents, as thin uses of the library.
+"""The four problems of the seed documents, solved with the library.
 
-Each function takes what its document states and returns what it states. Beside each stands its
-real counterpart (`…_for_real`), which does on devices what the first only works out.
+Each function has the arguments and the result that its document states. Each also has a
+counterpart, `…_for_real`, which runs on devices what the first only computes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _RULE = by_rank({2: P(None, "model"), 1: P("model")})
 
 
 def state_to_sharded_layout(seed: float, x: Any, features: float) -> jax.Array:
-    """Returns `[number of leaves]` of the layout of an `nnx.Linear`: kernel and bias.
+    """Returns `[number of leaves]` in the layout of an `nnx.Linear`: kernel and bias.
 
     Args:
         seed: cast to int.
-        x: of two dims, `(N, in_dim)`; only its last dim is used.
+        x: an array of shape `(N, in_dim)`; only its last dim is used.
         features: cast to int; the width of the output.
 
     Example:
@@ -43,7 +43,7 @@ def state_to_sharded_layout(seed: float, x: Any, features: float) -> jax.Array:
 
 
 def state_to_sharded_layout_for_real(seed: float, x: Any, features: float) -> jax.Array:
-    """Returns the same, counted on live arrays that lie as the layout says.
+    """Returns the same, counted on live arrays that are placed as the layout says.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,7 +63,7 @@ def state_to_sharded_layout_for_real(seed: float, x: Any, features: float) -> ja
 
 
 def partition_spec_layout(num_devices: float, kernel_in: float, kernel_out: float) -> jax.Array:
-    """Returns `[kernel_in, kernel_out // num_devices]`: one shard of a kernel `P(None, "model")`.
+    """Returns `[kernel_in, kernel_out // num_devices]`: a kernel's shard under `P(None, "model")`.
 
     Args:
         num_devices: cast to int; the size of the axis `model`.
@@ -84,7 +84,7 @@ def partition_spec_layout(num_devices: float, kernel_in: float, kernel_out: floa
 def partition_spec_layout_for_real(
     num_devices: float, kernel_in: float, kernel_out: float
 ) -> jax.Array:
-    """Returns the same, read off a kernel that lies on that many CPU devices.
+    """Returns the same, read from a kernel placed on that many CPU devices.
 
     Example:
         >>> from shardwise import problems
@@ -98,11 +98,11 @@ def partition_spec_layout_for_real(
 
 
 def shard_map_simulate(seed: float, x: Any, num_shards: float, features: float) -> jax.Array:
-    """Returns an `nnx.Linear` of `x`, computed shard by shard of the batch, flattened.
+    """Returns `nnx.Linear` applied to `x`, with the batch split into shards, flattened.
 
     Args:
         seed: cast to int.
-        x: of two dims, `(N, in_dim)`, N divisible by `num_shards`.
+        x: an array of shape `(N, in_dim)`, N divisible by `num_shards`.
         num_shards: cast to int.
         features: cast to int; the width of the output.
 
@@ -120,7 +120,7 @@ def shard_map_simulate(seed: float, x: Any, num_shards: float, features: float) 
 def shard_map_simulate_for_real(
     seed: float, x: Any, num_shards: float, features: float
 ) -> jax.Array:
-    """Returns the same, by `jax.shard_map` over that many CPU devices.
+    """Returns the same, computed by `jax.shard_map` on that many CPU devices.
 
     Example:
         >>> import jax.numpy as jnp
@@ -134,13 +134,13 @@ def shard_map_simulate_for_real(
 
 
 def mesh_init_simulate(seed: float, x: Any, features: float, mesh_axes: float) -> jax.Array:
-    """Returns `[features, mesh_axes, number of leaves]` of an `nnx.Linear` on a mesh.
+    """Returns `[features, mesh_axes, number of leaves]` for an `nnx.Linear` on a mesh.
 
     Args:
         seed: cast to int.
-        x: of two dims, `(N, in_dim)`; only its last dim is used.
+        x: an array of shape `(N, in_dim)`; only its last dim is used.
         features: cast to int; the width of the output.
-        mesh_axes: cast to int; the size of the mesh's one axis.
+        mesh_axes: cast to int; the size of the mesh's only axis.
 
     Example:
         >>> import jax.numpy as jnp
@@ -157,7 +157,7 @@ def mesh_init_simulate(seed: float, x: Any, features: float, mesh_axes: float) -
 def mesh_init_simulate_for_real(
     seed: float, x: Any, features: float, mesh_axes: float
 ) -> jax.Array:
-    """Returns the same, read off a model initialised into its shards on that many CPU devices.
+    """Returns the same, read from a model initialised into its shards on that many CPU devices.
 
     Example:
         >>> import jax.numpy as jnp
@@ -175,7 +175,7 @@ def mesh_init_simulate_for_real(
 
 
 def _map_linear(run: Any, seed: float, x: Any, features: float, axes: Any) -> jax.Array:
-    """Returns a linear layer of `x`, its batch split: what is simulated is what is run for real."""
+    """Returns a linear layer applied to `x` with its batch split, by `run`, simulated or real."""
     graphdef, state = nnx.split(_linear(seed, x, features)())
     step = run(
         lambda state, local_x: nnx.merge(graphdef, state)(local_x),
@@ -189,7 +189,7 @@ def _map_linear(run: Any, seed: float, x: Any, features: float, axes: Any) -> ja
 def _linear(seed: float, x: Any, features: float) -> Any:
     key, width = _integer(seed, "seed"), _count(features, "features")
     if not -(2**63) <= key < 2**63:
-        raise ValueError(f"seed is {seed!r}: give a number that fits 64 bits")
+        raise ValueError(f"seed must fit in 64 bits, got {seed!r}")
     in_dim = _matrix(x).shape[-1]
     return lambda: nnx.Linear(in_dim, width, rngs=nnx.Rngs(key))
 
@@ -199,8 +199,8 @@ def _kernel(num_devices: float, kernel_in: float, kernel_out: float) -> tuple[in
     rows, columns = _count(kernel_in, "kernel_in"), _count(kernel_out, "kernel_out")
     if columns % devices:
         raise ValueError(
-            f"kernel_out is {columns}, which {devices} devices cannot split evenly: "
-            f"give a multiple of num_devices"
+            f"kernel_out is {columns}, which cannot be split evenly over {devices} devices: "
+            f"use a multiple of num_devices"
         )
     return devices, rows, columns
 
@@ -209,8 +209,8 @@ def _shards(x: Any, num_shards: float) -> tuple[jax.Array, int]:
     x, shards = _matrix(x), _count(num_shards, "num_shards")
     if x.shape[0] % shards:
         raise ValueError(
-            f"x has {x.shape[0]} rows, which {shards} shards cannot split evenly: "
-            f"give a multiple of num_shards"
+            f"x has {x.shape[0]} rows, which cannot be split evenly into {shards} shards: "
+            f"use a multiple of num_shards"
         )
     return x, shards
 
@@ -218,16 +218,16 @@ def _shards(x: Any, num_shards: float) -> tuple[jax.Array, int]:
 def _matrix(x: Any) -> jax.Array:
     shape, dtype = np.shape(x), getattr(x, "dtype", None) or np.asarray(x).dtype
     if len(shape) != 2 or 0 in shape:
-        raise ValueError(f"x has shape {shape}: give an array of two dims, (N, in_dim), not empty")
+        raise ValueError(f"x must have shape (N, in_dim) and not be empty, got shape {shape}")
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        raise ValueError(f"x has dtype {dtype}: give an array of real numbers")
+        raise ValueError(f"x must be an array of real numbers, got dtype {dtype}")
     return jnp.asarray(x)
 
 
 def _count(value: float, name: str) -> int:
     number = _integer(value, name)
     if number < 1:
-        raise ValueError(f"{name} is {value!r}: give a number of at least 1")
+        raise ValueError(f"{name} must be at least 1, got {value!r}")
     return number
 
 
@@ -235,7 +235,7 @@ def _integer(value: float, name: str) -> int:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name} is {value!r}: give one number") from None
+        raise ValueError(f"{name} must be a number, got {value!r}") from None
     if not math.isfinite(number):
-        raise ValueError(f"{name} is {value!r}: give a finite number")
+        raise ValueError(f"{name} must be finite, got {value!r}")
     return int(value)

@@ -104,7 +104,7 @@ def planned(layout, summary="no findings"):
 
 
 def cited(findings):
-    told = "says what it is about, and what to do"
+    told = "explains it, and what to do"
     return f"\nshardwise explain {findings[0].code} {told}" if findings else ""
 
 
@@ -214,7 +214,10 @@ def test_check_allows(run):
     allow = ("--allow", "SW111:model", "--allow", "SW105:up.**", "--format", "concise")
     status, out, _ = run("check", "mlp.py:make", *MESH, *allow)
     assert status == 1
-    assert out == "up.**: warning[SW112] no SW105 was found there (help: drop the allowance)\n"
+    assert (
+        out
+        == "up.**: warning[SW112] SW105 is allowed here but not found (help: remove the allowance)\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])
@@ -229,7 +232,7 @@ def test_help_has_examples_and_the_exit_status(run, command):
 
 
 BYTES = "give a number of bytes, such as 65536, 64KiB or 1MiB"
-FORM = 'it may hold strategy = "fsdp" with min_bytes = "64KiB", a table [logical] with mlp = "model" or embed = [], and tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
+FORM = 'a rules file may have strategy = "fsdp", min_bytes = "64KiB", a table [logical] with mlp = "model" or embed = [], and tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
 NAMES = "write path/to/file.py:name or package.module:name"
 SHAPES = 'write dtype[shape], such as int32[8,128], several joined by ;, with names as in tokens=int32[8,128], or an argument that is a dict as {"x": "float32[8,16]"}'
 SPEC = "write the spec as a string, such as \"P(None, 'model')\""
@@ -253,25 +256,25 @@ ERRORS = {
     "factory's error": (("mlp.py:breaks", *MESH), "KeyError: 'config.width', at mlp.py:31"),
     "factory's argument": (("mlp.py:needs", *MESH), "the model's factory 'needs' needs the argument 'config': give a function of no arguments, such as lambda: Model(config, rngs=...)"),
     "factory's return": (("mlp.py:number", *MESH), "the model's factory returned a int: it must return an nnx.Module"),
-    "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis should be: write axes as data=2,model=4"),
-    "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: what fits 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1"),
-    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "strategy 'zero' is not known: use 'dp', 'fsdp', 'tensor' or several joined by +, such as 'fsdp+tensor'"),
-    "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "the rules no.toml cannot be read: No such file or directory"),
-    "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "the rules not.toml are not TOML: Invalid value (at end of document)"),
-    "unknown rules": (("mlp.py:make", *MESH, "--rules", "unknown.toml"), f"the rules unknown.toml have 'stratgy', which means nothing: {FORM}"),
-    "typed rules": (("mlp.py:make", *MESH, "--rules", "typed.toml"), f"the rules typed.toml are not of the form that is read: {FORM}"),
-    "rule of a number": (("mlp.py:make", *MESH, "--rules", "number.toml"), f"the rules number.toml give pattern '**' 3: {SPEC}"),
-    "rule without quotes": (("mlp.py:make", *MESH, "--rules", "nested.toml"), f"the rules nested.toml give pattern 'up' {{'kernel': 'P()'}}: {SPEC}"),
+    "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis is expected: write axes as data=2,model=4"),
+    "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: these fit 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1"),
+    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"),
+    "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "rules file no.toml cannot be read: No such file or directory"),
+    "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "rules file not.toml is not TOML: Invalid value (at end of document)"),
+    "unknown rules": (("mlp.py:make", *MESH, "--rules", "unknown.toml"), f"rules file unknown.toml has an unknown key 'stratgy': {FORM}"),
+    "typed rules": (("mlp.py:make", *MESH, "--rules", "typed.toml"), f"rules file typed.toml does not have the expected form: {FORM}"),
+    "rule of a number": (("mlp.py:make", *MESH, "--rules", "number.toml"), f"rules file number.toml maps pattern '**' to 3: {SPEC}"),
+    "rule without quotes": (("mlp.py:make", *MESH, "--rules", "nested.toml"), f"rules file nested.toml maps pattern 'up' to {{'kernel': 'P()'}}: {SPEC}"),
     "rule's spec": (("mlp.py:make", *MESH, "--rules", "spec.toml"), "'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
-    "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
+    "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: separate steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
     "logical": (("mlp.py:make", *MESH, "--rules", "axis.toml"), "[logical] mlp = 3 is not an axis: give an axis name, or a list of them"),
-    "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp and the rules' strategy 'fsdp': give one"),
+    "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp conflicts with the rules file, which sets strategy = 'fsdp': give one of them"),
     "min-bytes": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "64kb"), f"--min-bytes '64kb' is not a number of bytes: {BYTES}"),
     "half a byte": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "0.3"), f"--min-bytes '0.3' is not a number of bytes: {BYTES}"),
-    "min-bytes of dp": (("mlp.py:make", *MESH, "--strategy", "dp", "--min-bytes", "0"), "--min-bytes is for the strategy fsdp, but the strategy is dp"),
-    "min-bytes alone": (("mlp.py:make", *MESH, "--min-bytes", "0"), "--min-bytes is for the strategy fsdp, but no strategy is given"),
-    "rules' min_bytes": (("mlp.py:make", *MESH, "--rules", "least.toml"), f"the rules least.toml have min_bytes = -1: {BYTES}"),
-    "two min_bytes": (("mlp.py:make", *MESH, "--rules", "bytes.toml", "--min-bytes", "0"), "--min-bytes 0 and the rules' min_bytes: give one"),
+    "min-bytes of dp": (("mlp.py:make", *MESH, "--strategy", "dp", "--min-bytes", "0"), "--min-bytes applies only to the strategy fsdp, but the strategy is dp"),
+    "min-bytes alone": (("mlp.py:make", *MESH, "--min-bytes", "0"), "--min-bytes applies only to the strategy fsdp, but no strategy is given"),
+    "rules' min_bytes": (("mlp.py:make", *MESH, "--rules", "least.toml"), f"rules file least.toml has min_bytes = -1: {BYTES}"),
+    "two min_bytes": (("mlp.py:make", *MESH, "--rules", "bytes.toml", "--min-bytes", "0"), "--min-bytes 0 conflicts with the rules file, which sets min_bytes: give one of them"),
     "inputs": (("mlp.py:make", *MESH, "--inputs", "int32[8];f32"), f"--inputs 'int32[8];f32' has 'f32': {SHAPES}"),
     "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), f"--inputs 'int33[8]' has 'int33[8]': {SHAPES}"),
     "inputs' shape": (("mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,15]"), "Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (15,) and (16,) at …"),
@@ -299,7 +302,7 @@ def test_the_help_of_a_finding_speaks_of_options(run):
     how = ("--mesh", "data=8", "--strategy", "fsdp", "--min-bytes", "64MiB")
     status, out, _ = run("check", "shardwise.examples.decoder:make", *how)
     assert status == 1
-    assert "help: --min-bytes 0 would leave 10.0 MiB on each; --allow 'SW105:**' or" in out
+    assert "help: --min-bytes 0 would leave 10.0 MiB on each device; --allow 'SW105:**' or" in out
     status, out, _ = run("check", "shardwise.examples.decoder:make", *how, "--allow", "SW105:**")
     assert (status, out) == (0, "no findings, 54 allowed\n")
     status, out, _ = run(
@@ -343,7 +346,7 @@ def test_a_method_is_traced_instead_of_the_call(run):
     status, out, _ = run(*arguments, "--method", "half", "--format", "json")
     assert status == 0
     reasons = {leaf["path"]: leaf["reason"] for leaf in json.loads(out)["leaves"]}
-    assert "its outputs leave the model split; no all-reduce" in reasons["up.kernel"]
+    assert "the outputs of the model are split; no all-reduce" in reasons["up.kernel"]
     for wrong, message in (
         (("--method", "halve"), "the model, a Mlp, has no method 'halve'; it has half"),
         (("--inputs", "float32[8,15]", "--method", "half"), "Mlp.half cannot be traced: "),
@@ -352,7 +355,10 @@ def test_a_method_is_traced_instead_of_the_call(run):
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"shardwise: {message}")
     status, out, err = run("plan", "mlp.py:make", *MESH, "--method", "half")
-    assert (status, err) == (2, "shardwise: --method half needs --inputs: what it is called with\n")
+    assert (status, err) == (
+        2,
+        "shardwise: --method half needs --inputs, the arguments of its call\n",
+    )
 
 
 def test_a_recipe_is_traced_by_its_loss(run):

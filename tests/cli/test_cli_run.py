@@ -58,7 +58,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     status, out, err = run(*train, "--steps", "6")
     assert status == 2
     assert err == (
-        "shardwise: runs/a has checkpoints up to step 4: give --resume to go on from there, or "
+        "shardwise: runs/a has checkpoints up to step 4: give --resume to continue from there, or "
         "another directory\n"
     )
     status, out, err = run(*train, "--steps", "6", "--resume")
@@ -85,7 +85,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
         "  help: resume with the optimizer that it was trained with; or restore with that one, and "
         "start another run from its model\n"
         "error[SW402] extra-in-checkpoint: optimizer.0.mu.**\n"
-        "  2 arrays, first optimizer.0.mu.bias: the checkpoint has float32["
+        "  2 arrays, the first optimizer.0.mu.bias: the checkpoint has float32["
     )
     assert out.count("error[SW402] extra-in-checkpoint") == 3 and "5 errors, 0 warnings" in out
     rows = json.loads(run(*preflight, "small.py:plain", "--format", "json")[1])["findings"]
@@ -96,7 +96,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     status, out, err = run("train", "small.py:plain", *train[2:], "--steps", "8", "--resume")
     assert status == 2 and err.splitlines()[-1].startswith(
         "shardwise: 5 findings: optimizer.0.count: SW402 the checkpoint has int32[], the recipe has "
-        "no such array; optimizer.0.mu.** (2 arrays, first optimizer.0.mu.bias): SW402 "
+        "no such array; optimizer.0.mu.** (2 arrays, the first optimizer.0.mu.bias): SW402 "
     )
     assert err.endswith(
         " (help: resume with the optimizer that it was trained with; or restore with that one, and "
@@ -115,7 +115,7 @@ WRONG = {
     **{
         f"{option} and no preflight": (
             ("checkpoints", "runs/a", option, value),
-            f"{option} is for a preflight: give --preflight TARGET too, the Recipe to restore with",
+            f"{option} only applies to a preflight: also give --preflight TARGET, the Recipe to restore with",
         )
         for option, value in (
             *(("--mesh", "data=8"), ("--on", "cpu:8"), ("--strategy", "dp")),
@@ -128,12 +128,12 @@ WRONG = {
     ),
     "no recipe": (
         ("train", "small.py:make", *RUN, "--steps", "1"),
-        "target 'small.py:make' is a function: train needs a Recipe, with its loss, optimizer and "
-        "batch",
+        "target 'small.py:make' is a function: train needs a Recipe, which has a loss, an "
+        "optimizer and a batch",
     ),
     "no data": (
         ("train", "bare.py:recipe", *RUN, "--steps", "1"),
-        "there is no data to train on: give --data, such as --data tokens.npy --length 128, or define data in bare.py, as shardwise.examples.text does",
+        "there is no training data: give --data, such as --data tokens.npy --length 128, or define data in bare.py, as shardwise.examples.text does",
     ),
     "no such data": (
         ("train", "small.py:recipe", *RUN, "--steps", "1", "--data", "tokens.npy", "--length", "8"),
@@ -171,7 +171,7 @@ WRONG = {
     "no processes": (("launch", "-n", "0", "--", "true"), None),
     "too short a demo": (
         ("demo", "--steps", "1"),
-        "--steps 1 is too short to show anything: give 4 or more",
+        "--steps must be at least 4, got 1",
     ),
 }
 
@@ -210,9 +210,9 @@ def test_demo_shows_a_whole_run(run):
     status, out, err = run(*shlex.split(line)[1:], "--checkpoints", "runs/demo")
     assert status in (None, 0), err
     titles = re.findall(r"^\d\. ([\w ]+):", out, re.MULTILINE)
-    assert titles == ["Lay out", "Check", "Initialise", "Train", "Restore", "Where it lies"]
+    assert titles == ["Lay out", "Check", "Initialise", "Train", "Restore", "Compare"]
     assert "planned against live: no findings" in out
-    apart = float(re.search(r"further than (\S+) from", out)[1])
+    apart = float(re.search(r"at most (\S+) from", out)[1])
     assert apart < 1e-5
     assert "resumed after step 2" in err and "step 4/4" in err
 

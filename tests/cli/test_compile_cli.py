@@ -108,7 +108,7 @@ def test_what_fits_has_status_0_as_text_as_json_and_saved(run, folder, on, chip)
     assert (status, err) == (0, "saved step.json\n")
     shown = json.loads(out)
     assert shown["fits"] is True and shown["verdict"] == first and shown["cached"] is True
-    assert shown["target"] == on[1] and shown["platform"] == chip.platform
+    assert shown["chips"] == on[1] and shown["platform"] == chip.platform
     assert shown["mesh"] == {"data": 4} and shown["refused"] == ""
     memory = shown["memory"]
     assert memory["capacity"] == chip.capacity_bytes
@@ -218,7 +218,7 @@ def test_plan_with_errors_is_shown_and_not_compiled(run):
     _, plan, _ = run(*arguments)
     status, out, err = run(*arguments, "--compile")
     assert (status, err) == (1, "")
-    assert out == f"{plan}\nnot compiled: the layout has errors\n" and "error[SW101]" in out
+    assert out == f"{plan}\nnot compiled because the layout has errors\n" and "error[SW101]" in out
     status, out, err = run(*arguments, "--compile", "--format", "json")
     assert (status, err, json.loads(out)["compiled"]) == (1, "", None)
 
@@ -247,7 +247,8 @@ def test_models(run):
 def test_doctor(run):
     status, out, err = run("doctor")
     assert (status or 0, err) == (0, "")
-    versions, devices, tpu, gpu, cudnn = out.splitlines()
+    versions, tested, devices, tpu, gpu, cudnn = out.splitlines()
+    assert re.fullmatch(r"tested with jax .*, flax .*, .*: those here are among them", tested)
     assert re.match(r"Python 3\.\d+\.\d+, shardwise \S+, jax \S+, jaxlib ", versions)
     assert devices == "devices here: 1 x cpu"
     assert re.fullmatch(r"TPU compiler \(v4, .*\): yes, libtpu \S+", tpu)
@@ -260,28 +261,28 @@ def test_doctor(run):
     [
         (
             (*STEP, "--on", "h300:1x4"),
-            r"--on h300:1x4 names no chip that is known \(near ones: h\d00, h\d00\): use here \(the ",
+            r"--on h300:1x4 does not name a known chip \(did you mean h\d00 or h\d00\?\): use here \(the ",
         ),
         ((*STEP, "--on", "h100"), "--on h100 does not say how many chips: .*such as 'h100:8x8'"),
         ((*STEP, "--on", "v5e:2x2x2"), "--on v5e:2x2x2 has 3 sizes, .* v5e has 2"),
         (
             ("compile", "small.py:recipe", "--mesh", "data=3", "--batch", "9", "--on", "v5e:1x3"),
-            "--on v5e:1x3 is not a slice of v5e that exists: nearest are 'v5e:1x1', 'v5e:2x2', 'v5e:2x4'",
+            "--on v5e:1x3 is not a slice that v5e comes in: the nearest are 'v5e:1x1', 'v5e:2x2', 'v5e:2x4'",
         ),
         (
             ("compile", "small.py:recipe", "--mesh", "data=8", *TPU),
-            "mesh data=8 needs 8 devices, but --on v5e:2x2 has 4: what fits 4: data=4",
+            "mesh data=8 needs 8 devices, but --on v5e:2x2 has 4: these fit 4: data=4",
         ),
         (
             ("compile", "qwen3-0.5b", *FSDP, *GPU),
-            r"target 'qwen3-0.5b' is no published shape \(near ones: qwen3-0.6b, ",
+            r"target 'qwen3-0.5b' is not a published shape \(the nearest are qwen3-0.6b, ",
         ),
         ((*STEP, "--on", "none"), "--on none has no devices to compile for: name chips, such as "),
         (("plan", *STEP[1:], "--compile"), "--on none has no devices to compile for: name chips"),
         (
             ("compile", "small.py:recipe", "--mesh", "data=4", "--rules", "axis.toml", *GPU),
-            "nothing was compiled, since the layout has errors: down.kernel: error.SW101. axis "
-            "'modle' is not on the mesh .*; and 1 more, which shardwise check shows",
+            "not compiled because the layout has errors: down.kernel: error.SW101. axis "
+            "'modle' is not on the mesh .*; shardwise check shows 1 more",
         ),
         ((*STEP, *GPU, "--batch", "32x"), "--batch '32x': write sizes, such as 256 or 256x4096"),
         ((*STEP, *GPU, "--batch", "0"), "--batch '0': write sizes, such as 256 or 256x4096"),
@@ -303,23 +304,23 @@ def test_doctor(run):
         ),
         (
             ("compile", "small.py:make", *FSDP, *GPU),
-            r"target 'small.py:make' is a model: say .* --inputs 'int32\[8,128\]'; or name a Recipe",
+            r"target 'small.py:make' is a model: give .* --inputs 'int32\[8,128\]', or name a Recipe",
         ),
         (
             ("compile", "small.py:make", *FSDP, *GPU, "--batch", "8"),
-            "--batch is for a recipe: target 'small.py:make' is none",
+            "--batch needs a recipe, and target 'small.py:make' is not one",
         ),
         (
             ("compile", "small.py:make", *FSDP, *GPU, "--remat", "none"),
-            "--remat is for a recipe: target 'small.py:make' is none",
+            "--remat needs a recipe, and target 'small.py:make' is not one",
         ),
         (
             (*STEP, *GPU, "--remat", "dots"),
-            "--remat 'dots' is no policy .*dots_saveable.*; or none, for no rematerialisation",
+            "--remat 'dots' is not a policy: give one of none, .*dots_saveable",
         ),
         (
             ("compile", "qwen3-0.6b", *FSDP, *GPU, "--remat", "dots"),
-            "--remat 'dots' is no policy .*dots_saveable.*; or none, for no rematerialisation",
+            "--remat 'dots' is not a policy: give one of none, .*dots_saveable",
         ),
         (
             (*STEP, *GPU, "--save", "nowhere/step.json"),

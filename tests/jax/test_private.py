@@ -1,6 +1,7 @@
 """What JAX may move: one place, reached when it is used, with an error that names the feature."""
 
 import ast
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from schemas import validate
 
 from shardwise import _jax
 from shardwise._compile.toolchain import run
 from shardwise._jax import private
+
+doctor = importlib.import_module("shardwise._cli.reference.doctor")  # the door has the command
 
 PACKAGE = Path(private.__file__).parents[1]
 POISONED = Path(__file__).parents[1] / "scripts" / "poisoned.py"
@@ -152,3 +156,17 @@ def test_the_compilers_process_passes_it_on(tmp_path, monkeypatch) -> None:
     module = private.module_bytes(lowered.compiler_ir("stablehlo"))
     with pytest.raises(private.MissingInternal, match="sw.compile needs jaxlib._jax.DeviceList, "):
         run.compile_absent(module, None, {"data": 1}, {}, str(tmp_path), show=False)
+
+
+def test_doctor_says_what_would_not_work(monkeypatch) -> None:
+    monkeypatch.setitem(private.TESTED, "jax", ("0.1",))
+    monkeypatch.setitem(private._FEATURES, "jax._src.gone.thing", "sw.something")
+    monkeypatch.setattr(doctor, "_devices", lambda: "none")
+    found = doctor._doctor()
+    validate("doctor", found)
+    assert found["untested"] == ["jax"]
+    version = found["versions"]["jax"]
+    assert doctor._tested(found).startswith("tested with jax 0.1, flax 0.12.8 and 0.12.12, optax ")
+    assert doctor._tested(found).endswith(f": jax {version} not among them")
+    (row,) = [row for row in found["internals"] if row["problem"]]
+    assert row["problem"].startswith("sw.something needs jax._src.gone.thing, which jax ")

@@ -1,4 +1,4 @@
-"""`shardwise learn`: right solutions pass, wrong ones are told why, and bad files are refused."""
+"""`shardwise learn`: correct solutions pass, wrong ones get a reason, and bad files are rejected."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def judged(name, function):
 
 
 @pytest.mark.parametrize("name", EXERCISES)
-def test_a_right_solution_passes(name):
+def test_a_correct_solution_passes(name):
     found = judged(name, getattr(solutions, name))
     assert found.status == "passed", found
     assert found.cases >= 2
@@ -52,7 +52,7 @@ def by_audit(layout, model):
 
 
 def ring_in_pieces(x, n):
-    """An all-reduce as it is done: a reduce-scatter and an all-gather around the ring."""
+    """An all-reduce as done in practice: a reduce-scatter and an all-gather around the ring."""
     if x.size % n:
         return solutions.ring_sum(x, n)
     shape, pieces, i = x.shape, x.reshape(n, -1), jax.lax.axis_index("ring")
@@ -85,13 +85,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_another_right_solution_passes(name):
+def test_another_correct_solution_passes(name):
     found = judged(name, OTHERS[name])
     assert found.status == "passed", found
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_solution_is_told_why(case):
+def test_a_wrong_solution_gets_a_reason_and_a_hint(case):
     name, function, message, hint = WRONG[case]
     found = judged(name, function)
     assert found.status in ("differs", "raised"), found
@@ -107,7 +107,7 @@ def test_every_exercise_has_a_wrong_solution():
 
 
 def test_bias_specs_are_those_that_check_accepts():
-    """The exercise's answers are worked out; `sw.check` looks at the layout itself."""
+    """The exercise computes its answers; `sw.check` looks at the layout itself."""
     for case in EXERCISES["bias_spec"][1].cases():
         spec, kernel_ndim, bias_ndim = case.arguments
         if (kernel_ndim, bias_ndim) != (2, 1):
@@ -134,12 +134,12 @@ DIFFERENCES = [
     (P("a", None), P("a"), None),
     (P(("a",)), P("a"), None),
     ("a", P("a"), "it is the str 'a', expected a PartitionSpec"),
-    ({"a": 1}, {"a": 1, "b": 2}, "it lacks the key 'b'"),
-    ({"a": 1, "b": 2}, {"a": 1}, "it has the key 'b', which does not belong there"),
+    ({"a": 1}, {"a": 1, "b": 2}, "it has no key 'b'"),
+    ({"a": 1, "b": 2}, {"a": 1}, "it has an unexpected key 'b'"),
     ({"a": 1}, {"a": 2}, "the value at 'a' is 1, expected 2"),
     ([], {"a": 2}, "it is the list [], expected a dict"),
-    (np.zeros(3, "f4"), np.zeros((3, 1), "f4"), "it has the shape (3,), expected (3, 1)"),
-    (np.zeros(3, "i4"), np.zeros(3, "f4"), "it has the dtype int32, expected float32"),
+    (np.zeros(3, "f4"), np.zeros((3, 1), "f4"), "it has shape (3,), expected (3, 1)"),
+    (np.zeros(3, "i4"), np.zeros(3, "f4"), "it has dtype int32, expected float32"),
     ([0.0], np.zeros(1, "f4"), "it is the list [0.0], expected an array of float32[1]"),
     (list(range(99)), np.zeros(1, "f4"), "it is a list, expected an array of float32[1]"),
     (
@@ -156,11 +156,11 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize(("returned", "expected", "text"), DIFFERENCES, ids=range(len(DIFFERENCES)))
-def test_differences_are_said_in_words(returned, expected, text):
+def test_differences_are_described(returned, expected, text):
     assert difference(returned, expected) == text
 
 
-def test_values_are_shown_short():
+def test_long_values_are_shortened():
     class Loud:
         def __repr__(self):
             raise ValueError
@@ -172,7 +172,7 @@ def test_values_are_shown_short():
     assert "…" in show(list(range(1000)))
 
 
-def test_what_cannot_be_compared_is_told():
+def test_values_that_cannot_be_compared_are_reported():
     class Odd(dict):
         def __contains__(self, key):
             raise ValueError("no")
@@ -181,23 +181,23 @@ def test_what_cannot_be_compared_is_told():
     assert found.message == "it cannot be compared: ValueError: no"
 
 
-def test_what_jax_would_refuse_is_told():
+def test_bodies_that_jax_would_reject_are_reported():
     def gathered(w, x):
         whole = jax.lax.all_gather(x, "data", tiled=True)
         own = jax.lax.pcast(w, "data", to="varying")
         return jax.grad(lambda w: jnp.mean((whole @ w) ** 2))(own)
 
     found = judged("mean_gradient", gathered)
-    assert found.status == "differs" and "JAX cannot prove it and will refuse" in found.message
+    assert found.status == "differs" and "JAX cannot prove it and will raise" in found.message
 
 
-def test_what_cannot_be_called_is_told():
+def test_functions_that_cannot_be_called_are_reported():
     assert judged("copies", 3).message == "it is the int 3, not a function"
     found = judged("copies", lambda spec: 1)
     assert found.message == "it takes (spec), but is called as copies(spec, mesh)"
 
 
-def test_arguments_may_be_called_otherwise():
+def test_parameters_may_have_other_names():
     assert judged("bubble", lambda a, b, c: (a - 1) / (b * c)).status == "passed"
 
 
@@ -246,11 +246,11 @@ def test_a_skeleton_is_written_once(run, folder):
             )
     code, out, err = run("learn", "start", "1")
     assert (code, out) == (2, "")
-    assert err == "shardwise: lesson1.py exists, and is not overwritten: name another file\n"
+    assert err == "shardwise: lesson1.py already exists and is not overwritten: name another\n"
 
 
 BAD = {
-    "no such lesson": (("check", "9", "x.py"), "lesson 9 does not exist: they are 1 to 5"),
+    "no such lesson": (("check", "9", "x.py"), "lesson 9 does not exist: lessons are 1 to 5"),
     "no file": (
         ("check", "2", "none.py"),
         "none.py does not exist: shardwise learn start 2 none.py",
@@ -264,11 +264,20 @@ BAD = {
         ("check", "2", "none.py", "--only", "q"),
         "it has shard_shape, device_bytes, copies, held, first_spec",
     ),
-    "not a module": (("check", "2", "mine.txt"), "mine.txt is no module: its name must end in .py"),
-    "no time": (("check", "2", "none.py", "--limit", "0"), "the limit is 0 s"),
+    "not a module": (
+        ("check", "2", "mine.txt"),
+        "mine.txt is not a Python module: its name must end in .py",
+    ),
+    "no time": (
+        ("check", "2", "none.py", "--limit", "0"),
+        "the time limit must be positive, got 0 s",
+    ),
     "not a number": (("check", "two", "x.py"), "'LESSON'"),
     "start of none": (("start", "0"), "lesson 0 does not exist"),
-    "start without .py": (("start", "1", "mine"), "mine is no name for a module: end it in .py"),
+    "start without .py": (
+        ("start", "1", "mine"),
+        "mine is not the name of a Python file: it must end in .py",
+    ),
     "start in no folder": (
         ("start", "1", "a/b.py"),
         "a/b.py cannot be written: there is no folder a",
@@ -360,11 +369,11 @@ def test_each_exercise_is_judged_whatever_the_others_do(run, folder):
         2.2 device_bytes  raised at case 1: NameError: name 'undefined_name' is not defined
               case      device_bytes((8, 16), 'float32', P(None, 'model'), mesh of data=2,model=4)
               at        mine.py:9: return undefined_name
-              hint      the shard's size times jnp.dtype(dtype).itemsize; a scalar has one number
+              hint      the size of the shard times jnp.dtype(dtype).itemsize; a scalar has size 1
         2.3 copies        stopped at case 1: it took more than 3 s
               case      copies(P(), mesh of data=2,model=4)
               at        mine.py:14: sum(range(1000))
-              hint      devices that differ only along axes that the spec does not name hold the same
+              hint      devices that differ only along axes that the spec does not name hold the same shard
         2.4 held          ended: it ended the process with status 5
         2.5 first_spec    differs at case 2: it is P(None, 'model'), expected P('model')
               case      first_spec((8, 6), [P(None, 'model'), P('model')], mesh of data=2,model=4)
@@ -376,20 +385,20 @@ def test_each_exercise_is_judged_whatever_the_others_do(run, folder):
 
 
 def test_a_lesson_passes(run):
-    arguments = ("learn", "check", "2", str(ROOT / "tests/solutions.py"))
+    arguments = ("learn", "check", "2", str(ROOT / "tests/support/solutions.py"))
     code, out, err = run(*arguments, "--format", "json")
     report = json.loads(out)
     assert code == 0 and report["passed"] == 5 and report["lesson"] == 2
     assert {row["status"] for row in report["exercises"]} == {"passed"}
     assert report["page"] == "docs/learn/specs.md"
     code, out, err = run(
-        "learn", "check", "5", str(ROOT / "tests/solutions.py"), "--only", "bubble"
+        "learn", "check", "5", str(ROOT / "tests/support/solutions.py"), "--only", "bubble"
     )
     assert code == 0
     assert out.splitlines()[1:] == ["5.3 bubble  passed 7 cases", "1 of 1 exercises passed"]
 
 
-def test_what_cannot_be_stopped_from_within_is_killed(run, folder, monkeypatch):
+def test_a_function_that_ignores_the_alarm_is_killed(run, folder, monkeypatch):
     monkeypatch.setattr("shardwise.learn._check._GRACE_SECONDS", 0.5)
     source = "def bubble(a, b, c):\n  while True:\n    try:\n      pass\n    except BaseException: pass\n"
     Path("mine.py").write_text(source.replace("pass\n", "sum(range(99))\n", 1))
@@ -397,12 +406,12 @@ def test_what_cannot_be_stopped_from_within_is_killed(run, folder, monkeypatch):
     assert code == 1 and "5.3 bubble  stopped: it took more than 1 s" in out
 
 
-def test_a_process_that_is_killed_is_told_by_its_signal():
-    assert _check._ended(-9) == "ended the process by SIGKILL"
+def test_a_killed_process_is_reported_with_its_signal():
+    assert _check._ended(-9) == "ended the process with SIGKILL"
 
 
 def test_an_error_names_the_users_own_line():
-    """Under JAX's tracing, too, and not a line of ours."""
+    """Even under JAX's tracing, the line is the user's, not the library's."""
 
     def broken(w, x):
         return jax.lax.psum(x.T @ w["down"], "model")
@@ -413,6 +422,6 @@ def test_an_error_names_the_users_own_line():
 
 
 def test_sizes_of_optimizers_are_live():
-    """The optimizers of the exercise do differ."""
+    """The optimizers of the exercise give different sizes."""
     cases = list(EXERCISES["training_bytes"][1].cases())
     assert len({case.expected for case in cases}) == len(cases)

@@ -1,4 +1,4 @@
-"""The pages that teach: their blocks run, in order, and print what they show."""
+"""The lesson pages: their blocks run in order, and print what the pages show."""
 
 from pathlib import Path
 

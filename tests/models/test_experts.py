@@ -1,4 +1,4 @@
-"""Mixtures of experts: tokens travel, experts stay, and the answers are those of one device."""
+"""Mixtures of experts: tokens travel, experts stay, and the results are those of one device."""
 
 import collections
 import dataclasses
@@ -41,7 +41,7 @@ MESHES = {
 
 
 def mixed(experts, x):
-    """Returns what the experts say, every one asked about every token."""
+    """Returns the mixture computed densely, with every expert run on every token."""
     scores = x @ experts.router[...]
     best, ids = jax.lax.top_k(scores, experts.chosen)
     shares = jax.nn.softmax(best)
@@ -51,22 +51,22 @@ def mixed(experts, x):
     return jnp.einsum("bled,ble->bld", answers, weights)
 
 
-def test_experts_are_asked_as_the_router_says():
+def test_tokens_go_to_the_experts_that_the_router_chooses():
     x = jax.random.normal(jax.random.key(0), (4, LENGTH, 16))
     experts = Experts(CONFIG, rngs=nnx.Rngs(1))
     roomy = Experts(dataclasses.replace(CONFIG, capacity=4.0), rngs=nnx.Rngs(1))
 
-    def run(ask, experts):
-        return nnx.jit(nnx.value_and_grad(lambda e: (ask(e, x) ** 2).sum()))(experts)
+    def run(mix, experts):
+        return nnx.jit(nnx.value_and_grad(lambda e: (mix(e, x) ** 2).sum()))(experts)
 
     want = jax.tree.leaves(run(mixed, experts))
-    for given in (experts, roomy):
-        for a, b in zip(jax.tree.leaves(run(Experts.__call__, given)), want, strict=True):
+    for module in (experts, roomy):
+        for a, b in zip(jax.tree.leaves(run(Experts.__call__, module)), want, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_first_choices_and_earlier_tokens_come_first():
-    """One place for each expert: of the tokens that want the same two, only the first is heard."""
+    """With one place per expert, only the first of the tokens that choose the same two gets in."""
     config = dataclasses.replace(CONFIG, capacity=0.5)  # 0.5 * 8 tokens * 2 / 8 experts = 1 place
     experts = Experts(config, rngs=nnx.Rngs(1))
     token = jax.random.normal(jax.random.key(0), (16,))
@@ -106,20 +106,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "where"), CASES, ids=["-".join(c) for c in CASES])
-def test_a_step_on_a_mesh_is_that_of_one_device(name, where):
+def test_a_step_on_a_mesh_equals_that_of_one_device(name, where):
     loss, after, text = stepped(name, where)
     want, wanted, _ = stepped(name, "one")
     np.testing.assert_allclose(loss, want, rtol=2e-5)
     for path, value in wanted.items():
-        # A step of length 1 along the gradient, so that this compares gradients.
+        # The step moves by exactly the gradient, so this compares gradients.
         np.testing.assert_allclose(after[path], value, rtol=2e-5, atol=2e-5, err_msg=path)
     counts = collections.Counter(
         re.findall(r" (all-gather|all-to-all|all-reduce)(?:-start)?\(", text)
     )
-    # There and back, forward and backward; remat goes forward twice.
+    # There and back, forward and backward; remat runs the forward pass twice.
     assert counts["all-to-all"] == (6 if name == "scanned" else 4)
     if "fsdp" not in where:
         assert not counts["all-gather"]  # no expert's weights are gathered
-    else:  # over data alone: what is gathered is of the two experts that a device has
+    else:  # over data only: the gathered weights are those of the device's own two experts
         gathered = re.findall(r"= f32\[(\d+),[^\]]*\]\S* all-gather\(", text)
         assert not re.search(r"= f32\[8,(?:16,2,24|24,16)\]\S* all-gather", text) and gathered

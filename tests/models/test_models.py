@@ -25,7 +25,7 @@ from shardwise.models import _kernels, _names, _splash
 
 BATCH, LENGTH = 64, 40
 SMALL = models.Config(layers=2, width=64, hidden=96, heads=8, kv_heads=4, vocab=128)
-# Every choice that gemma-3 makes, and a block left over after two periods of two.
+# Every option that Gemma 3 uses, and one block left over after two periods of two.
 GEMMA = models.Config(
     layers=5,
     width=16,
@@ -62,7 +62,7 @@ def filled(config):
     return model
 
 
-# As the model cards and the published checkpoints count.
+# Counts from the model cards and the published checkpoints.
 PUBLISHED = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
@@ -79,7 +79,7 @@ PUBLISHED = {
 
 
 def arithmetic(c):
-    """Returns the number of parameters, from what the architecture's papers say."""
+    """Returns the number of parameters, computed from the papers' descriptions."""
     attention = c.width * c.depth * (2 * c.heads + 2 * c.kv_heads) + 2 * c.depth
     norms = 4 * c.width
     block = attention + norms + 3 * c.width * c.hidden
@@ -95,29 +95,32 @@ def test_published_decoders_have_their_published_sizes(name):
     assert config.scan and len(jax.tree.leaves(state)) < 140
 
 
-def test_the_arithmetic_is_that_of_the_published_one():
+def test_the_parameter_count_matches_the_published_one():
     config = models.CONFIGS["gemma3-1b"]
     assert arithmetic(config) == PUBLISHED["gemma3-1b"]
     assert [config.is_local(i) for i in range(7)] == [True] * 5 + [False, True]
 
 
-REFUSED = {
-    "heads": ({"width": 65}, "width 65 is not a multiple of heads 8: give depth="),
+REJECTED = {
+    "heads": ({"width": 65}, "width 65 is not a multiple of heads 8: set depth="),
     "kv-heads": ({"kv_heads": 3}, "heads 8 is not a multiple of kv_heads 3"),
     "odd": ({"depth": 7}, "depth 7 is odd"),
     "window": ({"window": 4}, "period 1 and window 4 do not go together"),
     "period": ({"period": 4}, "period 4 and window None do not go together"),
-    "no-window": ({"window": 0, "period": 2}, "window 0 lets a position not even see itself"),
-    "activation": ({"activation": "relu"}, "activation 'relu' is not known: use silu or gelu"),
-    "chosen": ({"experts": 2, "chosen": 3}, "chosen 3 of 2 experts: choose 1 to all"),
-    "capacity": ({"capacity": 1.0}, "capacity 1.0 with experts None"),
-    "remat": ({"remat": "some"}, "remat 'some' is no policy of jax.checkpoint_policies"),
+    "no-window": ({"window": 0, "period": 2}, "window must be a positive integer, got 0"),
+    "activation": ({"activation": "relu"}, "activation must be silu or gelu, got 'relu'"),
+    "chosen": (
+        {"experts": 2, "chosen": 3},
+        "chosen must be between 1 and the number of experts, 2, got 3",
+    ),
+    "capacity": ({"capacity": 1.0}, "capacity is 1.0 and experts is None"),
+    "remat": ({"remat": "some"}, "remat 'some' is not a policy in jax.checkpoint_policies"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_configs_that_make_no_decoder_are_refused(case):
-    change, words = REFUSED[case]
+@pytest.mark.parametrize("case", REJECTED)
+def test_invalid_configs_are_rejected(case):
+    change, words = REJECTED[case]
     with pytest.raises(ValueError, match=re.escape(words)):
         dataclasses.replace(SMALL, **change)
 
@@ -159,7 +162,7 @@ def test_scanned_and_unrolled_are_the_same(case):
 
 
 @pytest.mark.parametrize("scan", [False, True])
-def test_remat_keeps_the_residual_stream_alone(scan):
+def test_remat_keeps_only_the_residual_stream(scan):
     config = dataclasses.replace(SMALL, remat="nothing_saveable", scan=scan)
     graphdef, state = nnx.split(nnx.eval_shape(make(config)))
 
@@ -169,7 +172,7 @@ def test_remat_keeps_the_residual_stream_alone(scan):
     kept = [x.shape for x in jax.tree.leaves(jax.eval_shape(forward, state))]
     hidden = [shape for shape in kept if config.hidden in shape[-1:] and 8 in shape]
     assert not hidden
-    # A scan keeps one for each layer; of weights none but those that came in.
+    # A scan keeps one per layer, stacked, and no weights besides the inputs.
     assert not scan or sum(shape == (2, 2, 8, 64) for shape in kept) == 1
     weights = [x.shape for x in jax.tree.leaves(state) if x.ndim > 2]
     assert all(kept.count(shape) <= weights.count(shape) for shape in weights)
@@ -181,7 +184,7 @@ def test_local_layers_see_their_window_and_no_layer_the_future():
     assert not model.scan and len(model.blocks) == 2
     logits = jax.jit(lambda x: model(x))
     want = np.asarray(logits(TOKENS))
-    # Two layers of a window of three: a position sees itself and four before it.
+    # Two layers with a window of three: a position sees itself and the four before it.
     for changed, seen in ((0, range(0, 5)), (3, range(3, 8)), (7, (7,))):
         other = TOKENS.copy()
         other[:, changed] = (other[:, changed] + 1) % 32
@@ -189,7 +192,7 @@ def test_local_layers_see_their_window_and_no_layer_the_future():
         assert np.flatnonzero(moved).tolist() == list(seen)
 
 
-def test_scaled_positions_are_positions_divided():
+def test_scaled_positions_are_divided_positions():
     x = jax.random.normal(jax.random.key(0), (1, 17, 1, 8))
     from shardwise.models._layers import rotate
 
@@ -204,7 +207,7 @@ def test_scaled_positions_are_positions_divided():
 
 
 def bare(config):
-    """Returns a factory of the same decoder without any name."""
+    """Returns a function that builds the same decoder without any names."""
 
     def build():
         model = make(config)()
@@ -227,7 +230,7 @@ INPUTS = jax.ShapeDtypeStruct((BATCH, LENGTH), "int32")
 
 
 @pytest.mark.parametrize("case", STRATEGIES)
-def test_names_change_no_strategy(case):
+def test_names_do_not_change_strategies(case):
     axes, rules = STRATEGIES[case]
     mesh = sw.mesh(axes, on="none")
     for config in (SMALL, dataclasses.replace(SMALL, scan=True)):
@@ -291,7 +294,7 @@ RULES = {
         "data=2,model=4",
         {"**.q": P(None, "model"), "**.up": P(None, None, "model"), "**.down": P("model")},
         None,
-        {"batch": ("data",), "mlp": ("model",)},  # the output's heads are whole
+        {"batch": ("data",), "mlp": ("model",)},  # the heads of the output are not split
     ),
     "experts": ("data=2,expert=4", None, {"experts": "expert"}, None),
     "experts-data": ("data=4,model=2", None, {"experts": "data"}, None),
@@ -318,7 +321,7 @@ def test_rules_of_the_batch_and_of_the_caller():
     with spmd.logical_axis_rules((("mine", "seq"), ("embed", "data"), ("batch", "seq"))):
         with named_activations(layout, batch):
             active = dict(spmd.get_logical_axis_rules())
-            # Those of the layout's own names are the layout's; others stay.
+            # The layout's rules replace those for its own names; the others stay.
             assert active == {"mine": "seq", "batch": ("data",), "length": ("seq",)}
         assert dict(spmd.get_logical_axis_rules())["embed"] == "data"
 
@@ -363,7 +366,7 @@ def recipe_of(config, **more):
     return sw.Recipe(model=make(config), loss=models.next_token_loss, batch=batch, **given)
 
 
-# Run on its own, since what XLA warns of goes to the process's stderr.
+# Run in a separate process, since XLA's warnings go to the stderr of the process.
 COMPILE = """
 import dataclasses, re, sys
 import jax
@@ -379,7 +382,7 @@ for case, scan in (("fsdp", False), ("fsdp+tensor", True)):
     text = jax.jit(plan.step, donate_argnums=0).lower(plan.abstract, plan.batch).compile().as_text()
     print(case, scan, sorted(set(re.findall(r"(?:f32|bf16)\\[64,40[^\\]]*\\]", text))))
     assert re.search(r"(?:f32|bf16)\\[(?:8|32),40", text)
-    # The layers of a stack are gathered one by one.
+    # The layers of a stack are gathered one at a time.
     assert not re.search(r"\\[2,64[^\\]]*\\]\\S* all-gather", text), scan
 """
 
@@ -393,7 +396,7 @@ def test_no_device_holds_activations_of_the_whole_batch(request):
     assert "Involuntary full rematerialization" not in done.stderr
 
 
-def test_a_step_on_a_mesh_is_that_of_one_device():
+def test_a_step_on_a_mesh_equals_that_of_one_device():
     config = dataclasses.replace(SMALL, layers=1)
     tokens = np.random.default_rng(0).integers(0, 128, (BATCH, LENGTH)).astype("int32")
     weights = nnx.state(filled(config))
@@ -453,7 +456,7 @@ def test_splash_attention_is_attention(case):
 
 
 def lowered_for(platform, kind, config):
-    """Returns the training step as it is lowered for devices that are not here."""
+    """Returns the training step lowered for absent devices."""
     mesh = AbstractMesh(
         (2, 2),
         ("data", "model"),
@@ -464,18 +467,18 @@ def lowered_for(platform, kind, config):
     recipe = dataclasses.replace(
         recipe_of(config), batch=jax.ShapeDtypeStruct((4, 256), "int32"), batch_spec=P("data")
     )
-    plan = make_blueprint(recipe, layout)
-    step = jax.jit(plan.step).trace(plan.abstract, plan.batch)
-    target = {"gpu": "cuda"}.get(platform, platform)
-    return step.lower(lowering_platforms=(target,)).as_text()
+    blueprint = make_blueprint(recipe, layout)
+    step = jax.jit(blueprint.step).trace(blueprint.abstract, blueprint.batch)
+    name = {"gpu": "cuda"}.get(platform, platform)
+    return step.lower(lowering_platforms=(name,)).as_text()
 
 
-def test_each_target_gets_its_own_attention():
+def test_each_platform_gets_its_own_attention():
     config = dataclasses.replace(SMALL, depth=64, window=128, period=2)
     text = lowered_for("tpu", "TPU v5", config)
     assert "tpu_custom_call" in text and "splash" in text
     short = lowered_for("tpu", "TPU v5", dataclasses.replace(config, depth=32))
     assert "tpu_custom_call" not in short
-    # Whether cuDNN is installed here or not, lowering for a GPU goes through.
+    # Lowering for a GPU works whether cuDNN is installed or not.
     assert "tpu_custom_call" not in lowered_for("gpu", "NVIDIA H200", config)
     assert "custom_call" not in lowered_for("cpu", "cpu", config).replace("@Sharding", "")

@@ -78,7 +78,7 @@ def test_every_public_name_is_in_the_reference(module, site):
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     said = {line.split()[0] for line in zlib.decompress(inventory).decode().splitlines()}
     names = [f"{module.__name__}.{name}" for name in public_names(module)]
-    assert len(names) >= 4
+    assert len(names) >= (50 if module is shardwise else 4)
     assert not [name for name in names if name not in said]
 
 

@@ -10,9 +10,9 @@ import typing
 from pathlib import Path
 
 import pytest
+from public import public_things
 
 import shardwise
-from shardwise import learn, models, problems
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "shardwise"
@@ -102,22 +102,11 @@ def test_the_worked_examples_name_files_that_are_there():
 # --- public names ---------------------------------------------------------------------------------
 
 
-def public_things():
-    for module in (shardwise, models, learn, problems):
-        source = Path(inspect.getfile(module)).with_name(
-            "_public.py" if module is shardwise else Path(inspect.getfile(module)).name
-        )
-        names = re.findall(r"import (\w+) as \1\b", source.read_text(encoding="utf-8"))
-        if module is problems:
-            names = [n for n, x in vars(problems).items() if inspect.isfunction(x) and n[0] != "_"]
-            names = [n for n in names if getattr(problems, n).__module__ == module.__name__]
-        for name in names:
-            thing = getattr(module, name)
-            if inspect.isclass(thing) or inspect.isfunction(thing):
-                yield pytest.param(module.__name__, name, thing, id=f"{module.__name__}.{name}")
-
-
-PUBLIC = list(public_things())
+PUBLIC = [
+    pytest.param(*full.rsplit(".", 1), thing, id=full)
+    for full, thing in public_things().items()
+    if inspect.isclass(thing) or inspect.isfunction(thing)
+]
 
 
 def test_these_are_public():

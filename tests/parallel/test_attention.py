@@ -173,19 +173,19 @@ def test_memory_of_a_device_falls_as_the_axis_grows():
 @pytest.mark.parametrize(
     ("shapes", "options", "text"),
     [
-        ([(2, 8, 8)] * 3, {}, r"the query has shape \(2, 8, 8\): give \(batch, length, heads"),
-        ([(2, 8, 4, 8), (2, 8, 3, 8), (2, 8, 3, 8)], {}, "4 query heads cannot share 3 key heads"),
+        ([(2, 8, 8)] * 3, {}, r"the query has shape \(2, 8, 8\), expected \(batch, length, heads"),
+        ([(2, 8, 4, 8), (2, 8, 3, 8), (2, 8, 3, 8)], {}, "4 query heads cannot be divided"),
         ([(2, 8, 4, 8), (2, 8, 4, 8), (2, 4, 4, 8)], {}, "differ in batch, length or heads"),
         ([(2, 8, 4, 8), (2, 8, 4, 4), (2, 8, 4, 4)], {}, "differ in batch or head_dim"),
         (
             [(2, 8, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8)],
             {"causal": True},
-            "causal attention is of one",
+            "causal attention needs one sequence",
         ),
-        ([(2, 6, 4, 8)] * 3, {}, "the query has length 6, which axis 'seq' of size 4 cannot split"),
+        ([(2, 6, 4, 8)] * 3, {}, "the query has length 6, which cannot be split evenly over"),
         ([(2, 8, 4, 8)] * 3, {"axis": "sq"}, "axis 'sq' is not on the mesh seq=4"),
-        ([(2, 8, 4, 8)] * 3, {"mesh": None}, "is called where axis 'seq' is not known"),
-        ([(2, 8, 4, 8)] * 3, {"block": 0}, "block is 0: give a number of keys"),
+        ([(2, 8, 4, 8)] * 3, {"mesh": None}, "is called outside of any mesh with axis 'seq'"),
+        ([(2, 8, 4, 8)] * 3, {"block": 0}, "block must be a positive integer, got 0"),
     ],
 )
 def test_refusals(shapes, options, text):

@@ -295,31 +295,31 @@ def blocks(make=Block, count=LAYERS):
 @pytest.mark.parametrize(
     ("stack", "options", "text"),
     [
-        (blocks, {"schedule": "1f1b"}, "schedule is '1f1b': it is one of gpipe, circular"),
-        (blocks, {"rounds": 2}, "rounds belong to schedule='circular': gpipe has one"),
-        (blocks, {"microbatches": 5}, "batch has 24 rows, which 5 microbatches cannot split"),
-        (blocks, {"microbatches": 0}, "microbatches is 0: give a number of at least 1"),
+        (blocks, {"schedule": "1f1b"}, "schedule must be one of gpipe, circular, got '1f1b'"),
+        (blocks, {"rounds": 2}, "rounds applies only to schedule='circular'"),
+        (blocks, {"microbatches": 5}, "batch has 24 rows, which cannot be split evenly into 5"),
+        (blocks, {"microbatches": 0}, "microbatches must be a positive integer, got 0"),
         (lambda: blocks(count=6), {}, "6 layers cannot be split over 4 stages"),
         (blocks, {"axis": "stge"}, "axis 'stge' is not on the mesh stage=4"),
-        (blocks, {"mesh": None}, "a pipeline is called where axis 'stage' is not known"),
+        (blocks, {"mesh": None}, "a pipeline is called outside of any mesh with axis 'stage'"),
         (
             blocks,
             {"schedule": "circular", "rounds": 2, "microbatches": 6},
-            "6 microbatches cannot go round 4 stages: the circular schedule takes a multiple of 4",
+            "6 microbatches cannot go round 4 stages: the circular schedule needs a multiple of 4",
         ),
         (blocks, {"schedule": "circular", "rounds": 3}, "8 layers cannot be folded into 3 rounds"),
         (lambda: [], {}, "the stack is empty"),
-        (lambda: [1, 2], {}, "block 0 of the stack is a int, no nnx.Module"),
-        (lambda: jnp.ones(3), {}, "a pipeline takes a stacked nnx.Module or a sequence of them"),
+        (lambda: [1, 2], {}, "block 0 of the stack must be an nnx.Module, got int"),
+        (lambda: jnp.ones(3), {}, "a pipeline takes a stacked nnx.Module or a sequence of modules"),
         (
             lambda: [Block(nnx.Rngs(0)), Widens(nnx.Rngs(0))],
             {},
-            "block 1 of the stack is not like block 0",
+            "block 1 of the stack differs from block 0",
         ),
         (
             lambda: blocks(Widens),
             {},
-            r"maps float32\[6,3,8\] to float32\[6,3,16\]: its output must be as its input",
+            r"maps float32\[6,3,8\] to float32\[6,3,16\]: its output must match its input",
         ),
         (lambda: blocks(Drops), {}, "a block of the pipeline changes its drop.rngs.count"),
         (lambda: blocks(lambda rngs: nnx.Dropout(0.0)), {}, "the stack has no arrays"),
@@ -346,5 +346,5 @@ def test_rounds_in_a_body_are_refused():
         return sw.pipeline(stack, axis="stage", **how)(x)
 
     fn = sw.simulate(body, mesh="stage=2", in_specs=(P("stage"), P()), out_specs=P())
-    with pytest.raises(ValueError, match="rounds folds a whole stack, but in a body"):
+    with pytest.raises(ValueError, match="rounds folds a global stack, but in a body"):
         fn(STATE, X)

@@ -129,6 +129,15 @@ def test_losses_of_two_are_those_of_one_process(straight, by_two):
     assert_same(losses(by_two), straight)
 
 
+def test_all_save_at_the_same_steps_by_the_clock_and_wait_for_none(straight, tmp_path):
+    process = start(tmp_path, "data=8", 8, 2, "--timed")
+    output = process.communicate(timeout=180)[0]
+    assert process.returncode == 0, output[:4000]
+    # What a step is late for is known two steps later: none waits for what the others say.
+    assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == [3, 6, 8]
+    assert_same(losses(tmp_path), straight, last=8)
+
+
 def test_losses_of_four_are_those_of_one_process(straight, by_four):
     assert_same(losses(by_four[0]), straight)
 
@@ -252,7 +261,7 @@ def test_a_directory_that_processes_do_not_share_is_refused_before_training(diff
 def test_a_mesh_has_devices_of_every_process(tmp_path):
     code, output = differ(tmp_path, "mesh")
     assert code == 1, output
-    words = r"mesh: ValueError: the mesh has 2 of the 4 devices, none of them of process 1: each of"
+    words = r"mesh: ValueError: the mesh has 2 of the 4 devices, but none from process 1: each of"
     assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
 
 

@@ -190,7 +190,7 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
         text = page.inner_text("#findings")
         first = findings[0]
         assert first.message in text and f"help: {first.help}" in text and first.code in text
-        assert "and 3 more alike, to blocks.3.up.kernel" in text
+        assert "and 3 more like it, up to blocks.3.up.kernel" in text
         page.click("#findings .link >> nth=0")
         assert page.inner_text("#leaf-title") == first.path
         assert "cannot be cut so" in page.inner_text("#leaf")

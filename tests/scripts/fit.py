@@ -1,6 +1,6 @@
 """Trains a small model on all devices of all processes, once or, one after the other, often.
 
-`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow]`
+`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow] [--timed]`
 """
 
 import os
@@ -64,18 +64,21 @@ def train(directory, axes, steps):
         },
         ema=0.9,
     )
+    checkpoints = sw.Checkpoints(directory, every=5)
+    if "--timed" in sys.argv:  # it is always late: who saves, and when, depends on no clock
+        checkpoints = sw.Checkpoints(directory, keep=None, minutes=1e-9)
     return sw.fit(
         recipe,
         sw.layout(make, sw.mesh(axes), sw.fsdp("data", min_bytes=0)),
         sw.data(Slowly(rows)),
         steps=steps,
-        checkpoints=sw.Checkpoints(directory, every=5),
+        checkpoints=checkpoints,
         logs=f"{directory}/logs",
         log_every=1,
     )
 
 
 if __name__ == "__main__":
-    given = [argument for argument in sys.argv[1:] if argument != "--slow"]
+    given = [argument for argument in sys.argv[1:] if not argument.startswith("--")]
     for directory, axes, steps in zip(given[::3], given[1::3], given[2::3], strict=True):
         train(directory, axes, int(steps))

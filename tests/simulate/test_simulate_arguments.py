@@ -64,7 +64,7 @@ def test_keys_as_arguments_and_results(impl):
     same(simulated(lambda k: k, "a=8", P("a"), P("a"))(keys), keys)
 
 
-def test_keys_that_differ_are_refused():
+def test_keys_that_differ_are_an_error():
     keys = jax.random.split(jax.random.key(1), 8)
     f = simulated(lambda k: k[0], "a=8", P("a"), P())
     assert refusal(f, keys).findings[0].code == "SW501"
@@ -273,7 +273,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_jax_refuses_is_refused(name):
+def test_what_jax_rejects_is_rejected(name):
     body, in_specs, out_specs, make = REFUSED[name]
     args = make()
     refusal(lambda *a: real(body, AB, in_specs, out_specs)(*a), *args)
@@ -286,7 +286,7 @@ def test_what_jax_refuses_is_refused(name):
     "options, message",
     [
         ({"body": 3}, "takes a function"),
-        ({"mesh": 3}, "give a mesh"),
+        ({"mesh": 3}, "mesh must be a mesh"),
         ({"axis_names": {"q"}}, "not on the mesh"),
         ({"mesh": "a"}, "where an axis should be"),
     ],

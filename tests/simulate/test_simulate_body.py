@@ -1,4 +1,4 @@
-"""Loops, branches and derivatives within a body, simulated against real."""
+"""Loops, branches and derivatives inside a body, simulated against real."""
 
 import functools
 
@@ -62,7 +62,7 @@ def b_scan(x, w):
 
 
 def b_scan_grows(x, w):
-    # The carried value starts out the same everywhere, and differs after one step.
+    # The carried value starts out the same on all devices, and varies after one step.
     def step(carry, i):
         return all_vary(carry * 0.5 + x[0] * i + lax.psum(carry, "a")), carry.sum()
 
@@ -91,13 +91,13 @@ def b_cond_same(x, w):
 
 
 def b_cond_varies(x, w):
-    # Within a branch, JAX would make w vary there, and add up its gradient there: for ever.
+    # Inside a branch, JAX would cast w to varying there, and sum its gradient there: a deadlock.
     w = all_vary(w)
     return lax.cond(x.sum() > 0, lambda v, w: jnp.sin(v) * w, lambda v, w: v * v - w, x, w)
 
 
 def b_cond_across(x, w):
-    # The devices that meet in the psum all go the same way: those with the same place along a.
+    # The devices that meet in the psum, those at the same place along a, take the same branch.
     w = all_vary(w)
     return lax.cond(
         lax.axis_index("a") == 0,
@@ -289,7 +289,7 @@ def b_closure(x, w):
 
 
 def b_side_by_side(x, w):
-    # What does not differ along an axis is kept once: mixed with what does.
+    # A value that does not vary along an axis is stored once: here it meets one that does.
     return x + w, w * lax.axis_index("a"), lax.psum(w, "b") + x, jnp.outer(w, x[0])
 
 
@@ -318,7 +318,7 @@ UNTYPED = {
 
 
 @with_types(BODIES, UNTYPED)
-def test_within_the_body(name, vma):
+def test_inside_the_body(name, vma):
     @stacked
     def body(x, w):
         return vary(BODIES[name](x, w), EVERY, vma)
@@ -340,7 +340,7 @@ def w_varies(x, w):
 
 
 def w_across(x, w):
-    # Those that meet in the psum go round equally often.
+    # The devices that meet in the psum run the loop equally often.
     n = lax.axis_index("a") + 1
 
     def body(c):
@@ -401,7 +401,7 @@ def test_megatron_layer(order, vma):
         return last(jnp.tanh(first(x) @ w) @ v)
 
     if vma:
-        # With types the two functions change what varies, and JAX adds the sums itself.
+        # With types the two functions change what varies, and JAX adds the sums by itself.
         def body(x, w, v):
             return lax.psum(jnp.tanh(lax.pcast(x, "b", to="varying") @ w) @ v, "b")
 
@@ -409,7 +409,7 @@ def test_megatron_layer(order, vma):
     compare(body, AB, specs, P("a"), *layer_args(), check_vma=vma)
 
 
-def test_gradient_within_a_body_of_megatron():
+def test_gradient_inside_a_megatron_body():
     def body(x, w, v):
         def scalar(w, v):
             return jnp.sum(jnp.sin(megatron_g(jnp.tanh(megatron_f(x) @ w) @ v)))
@@ -424,7 +424,7 @@ def test_gradient_within_a_body_of_megatron():
 @BOTH
 @pytest.mark.parametrize("out", ["each", "sum", "same"])
 def test_backward_pass_that_is_not_linear(out, vma):
-    # Each device clips the cotangent that reaches it: it must be the one that a real device gets.
+    # Each device clips its cotangent, which must be the one that a real device gets.
     def body(x, w):
         y = clipped(jnp.sin(w)) * (clipped(x) if out == "each" else 1.0)
         if out == "sum":

@@ -62,7 +62,7 @@ def _scatter(x, axes, n):
 
 def _permute(x, axes, n):
     if not isinstance(axes, str):
-        axes = tuple(sorted(axes))  # the mesh's order: see the test of any other
+        axes = tuple(sorted(axes))  # the mesh's order; another test covers other orders
     turn = [(i, (i + 1) % n) for i in range(n)]
     others = [[(0, n - 1)], [(i, i + 1) for i in range(n - 1)], []]
     out = [lax.ppermute(x, axes, perm) for perm in (turn, *others)]
@@ -71,7 +71,7 @@ def _permute(x, axes, n):
 
 def _all_to_all(x, axes, n):
     tiled = [lax.all_to_all(x, axes, s, c, tiled=True) for s in (0, 1) for c in (0, 1)]
-    # JAX's own derivative of these fails where the two dims differ.
+    # JAX's own derivative of these fails if the two dims differ.
     cut = lax.stop_gradient(x[:n, :n])
     plain = [lax.all_to_all(cut, axes, s, c) for s in (0, 1) for c in (0, 1)]
     last = lax.all_to_all(lax.stop_gradient(x[:n, :, None]), axes, 0, 2)
@@ -118,7 +118,7 @@ def test_collective(name, vma):
     @stacked
     def body(x, w):
         out = []
-        # What differs everywhere, what differs along some axes, and what is the same everywhere.
+        # A value that varies along all axes, one that varies along some, and one along none.
         values = [x, vary(w, every, vma), vary(lax.psum(x, every), every, vma)]
         for i, axes in enumerate(CHOICES[mesh]):
             n = math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
@@ -131,7 +131,7 @@ def test_collective(name, vma):
 
 
 @pytest.mark.parametrize("mesh", ["a=8", "a=2,b=4"])
-def test_collectives_of_values_that_jax_knows_to_be_the_same(mesh):
+def test_collectives_of_values_typed_as_invariant(mesh):
     every = names(mesh)
     last = every[-1]
 
@@ -149,7 +149,7 @@ def test_collectives_of_values_that_jax_knows_to_be_the_same(mesh):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "bool"])
 def test_collective_of_dtype(dtype):
-    # Of truth values, what JAX's own CPU backend adds up is no number.
+    # JAX's own CPU backend does not sum booleans correctly.
     families = [f for f in FAMILIES if (dtype, f) not in (("bool", "scatter"), ("bool", "reduce"))]
 
     @stacked
@@ -231,7 +231,7 @@ def test_permutation(name, vma):
 
 @pytest.mark.parametrize("axes", [("b", "a"), ("c", "a"), ("c", "b", "a"), ("b", "c", "a")])
 def test_permutation_over_axes_in_another_order(axes):
-    # JAX 0.10 takes the axes in the mesh's order, and newer JAX refuses.
+    # JAX 0.10 takes the axes in the mesh's order, and newer JAX raises.
     n = 2 ** len(axes)
 
     def body(x):
@@ -247,7 +247,7 @@ def test_permutation_over_axes_in_another_order(axes):
 
 
 def test_broadcast_from_one_device():
-    # The CPU backend has no such collective: the expectation is numpy's.
+    # The CPU backend has no such collective: the expected result comes from numpy.
     def body(x):
         return lax.pbroadcast(x, "b", 2)
 

@@ -1,4 +1,4 @@
-"""What a simulated shard_map refuses, and what it says."""
+"""What a simulated shard_map rejects, and the messages."""
 
 import os
 
@@ -55,7 +55,7 @@ def test_bad_specs(name):
     assert {finding.path for finding in error.findings} == {"first"}
 
 
-def test_bad_specs_of_all_arguments_are_told_at_once():
+def test_bad_specs_of_all_arguments_are_reported_at_once():
     def body(model, x, *rest):
         return x
 
@@ -107,7 +107,7 @@ def test_another_name_error_is_left_alone():
         simulated(body, AB, X, X)(numbers(4, 8))
 
 
-def test_disagreement_is_told_with_devices_values_and_place():
+def test_disagreement_names_devices_values_and_index():
     x = np.asarray(numbers(8, 12)).copy()
     f = simulated(lambda x: x[0] * 2, AB, P(EVERY), P("a"))
     error = refusal(f, x)
@@ -171,8 +171,8 @@ def test_what_is_a_disagreement(name):
         np.testing.assert_array_equal(plain(loose(values)), plain(values[0]))
 
 
-def test_sums_in_another_order_agree():
-    # Each device adds up the same numbers, beginning with its own.
+def test_sums_in_a_different_order_agree():
+    # Each device sums the same numbers, starting with its own.
     def body(x):
         i = lax.axis_index("a")
         whole = lax.all_gather(x, "a", tiled=True)
@@ -216,8 +216,8 @@ def test_without_check_the_first_device_is_returned(vma):
     same(got, want)
 
 
-def test_gradient_without_check_is_that_of_the_real_one():
-    # The loss is linear: real devices would each go on with what it holds itself.
+def test_gradient_without_check_is_the_real_one():
+    # The loss is linear, since each real device would continue with its own value.
     def wrap(f):
         def total(x, w):
             return sum(jnp.sum(o * jnp.cos(jnp.arange(o.size)).reshape(o.shape)) for o in f(x, w))
@@ -263,7 +263,7 @@ def test_agreement_that_jax_cannot_prove(name):
     if want:
         assert all(finding.severity == "warning" for finding in found)
         assert isinstance(refusal(real(body, AB, X, out_specs), x), ValueError)
-        # It is right all the same, as the real one is without the proof.
+        # The result is still right, as the real one is with check_vma=False.
         same(f(x), real(body, AB, X, out_specs, check_vma=False)(x))
         assert codes(simulated(body, AB, X, out_specs, check_vma=False).check(x)) == []
     else:
@@ -275,7 +275,7 @@ def d_cond(x):
 
 
 def d_permute_elsewhere(x):
-    # A permute along b waits for all devices, those along a too.
+    # A permute along b waits for all devices, including those along a.
     go = lax.axis_index("a") == 0
     return lax.cond(go, lambda v: lax.ppermute(v, "b", [(0, 1)]), lambda v: v, x)
 
@@ -295,7 +295,7 @@ def d_while(x):
 
 
 def d_while_later(x):
-    # They agree before the first round.
+    # They agree before the first iteration.
     def body(c):
         return c + lax.axis_index("b") + 0 * all_vary(lax.psum(c, "b"))
 
@@ -315,24 +315,24 @@ DIVERGING = {name.removeprefix("d_"): f for name, f in globals().items() if name
 
 
 @pytest.mark.parametrize("name", DIVERGING)
-def test_devices_that_would_wait_for_ever(name):
+def test_devices_that_would_deadlock(name):
     x = numbers(4, 8)
     f = simulated(DIVERGING[name], AB, X, X)
     error = refusal(f, x)
     assert isinstance(error, sw.LayoutError)
     assert codes(error.findings) == ["SW503"]
-    assert error.findings[0].path.startswith(os.path.basename(__file__))
+    assert error.findings[0].path.startswith(os.path.relpath(__file__))
     assert codes(f.check(x)) == ["SW503"]
 
 
 @pytest.mark.parametrize("name", DIVERGING)
-def test_devices_that_would_wait_for_ever_under_jit(name):
+def test_devices_that_would_deadlock_under_jit(name):
     f = jax.jit(simulated(DIVERGING[name], AB, X, X))
     assert "SW503" in str(refusal(f, numbers(4, 8)))
 
 
 def test_predicates_that_agree_by_chance_are_fine():
-    # JAX takes the predicate to differ; it does not, so that real devices do not wait either.
+    # JAX considers the predicate varying, but it does not vary, so real devices would not wait.
     def body(x):
         go = x.sum() * 0 < 1
         return lax.cond(go, lambda v: all_vary(lax.psum(v, "b")), lambda v: v, x)
@@ -340,7 +340,7 @@ def test_predicates_that_agree_by_chance_are_fine():
     compare(body, AB, X, X, numbers(4, 8))
 
 
-def test_problems_of_both_specs_come_at_once():
+def test_problems_of_both_specs_are_reported_at_once():
     f = simulated(lambda x: (x, x), "a=2,b=4", P("b"), (P("c"), P("a", "a")))
     error = refusal(f, numbers(6, 3))
     assert [(e.code, e.path) for e in error.findings] == [
@@ -350,7 +350,7 @@ def test_problems_of_both_specs_come_at_once():
     ]
 
 
-def test_a_state_s_paths_are_those_of_layouts():
+def test_paths_of_a_state_are_those_of_layouts():
     linear = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     f = simulated(lambda model, x: model(x), "b=4", (P(None, "b"), P()), P())
     found = f.check(nnx.split(linear)[1], numbers(2, 4)).items

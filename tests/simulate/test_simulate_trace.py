@@ -173,7 +173,7 @@ def test_trace_counts(name):
     body, want = TRACES[name]
     trace = simulated(body, AB, X, X).trace(numbers(4, 8))
     got = [(e.kind, e.line, e.times) for e in trace]
-    if name == "while":  # the condition is looked at once before the first round
+    if name == "while":  # the condition is evaluated once before the first iteration
         seen = {}
         for kind, line, times in got:
             seen[kind, line] = seen.get((kind, line), 0) + times

@@ -1,4 +1,4 @@
-"""Plausible wrong solutions of the exercises of `shardwise learn`, and what is said of them."""
+"""Plausible wrong solutions of the exercises of `shardwise learn`, and the expected messages."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def axis_swapped(shape, spec, mesh, device):
     return solutions.held(shape, spec, mesh, device)
 
 
-# Each: the exercise, a plausible wrong solution, a part of what is said, and of the hint.
+# Each: the exercise, a plausible wrong solution, a part of the message, and a part of the hint.
 WRONG = {
     "params only": (
         "leaf_shapes",
@@ -96,13 +96,13 @@ WRONG = {
             ".".join(map(str, p)): v.shape
             for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
         },
-        "it lacks the key 'norm.mean'",
+        "it has no key 'norm.mean'",
         "nnx.split(model)[1] is the state",
     ),
     "paths as tuples": (
         "leaf_shapes",
         lambda model: {p: v.shape for p, v in nnx.to_flat_state(nnx.split(model)[1])},
-        "it lacks the key 'bias'",
+        "it has no key 'bias'",
         "flat_state",
     ),
     "None for whole": (
@@ -110,13 +110,14 @@ WRONG = {
         lambda state: jax.tree.map(
             lambda x: {2: P(None, "model"), 1: P("model")}.get(x.ndim), state
         ),
-        "it is no tree of the state's structure: a State of 2 leaves, and the state is a State of 3",
+        "it does not have the state's structure: it is a State with 2 leaves, and the state is a "
+        "State with 3",
         "jax.tree.map(pick, state)",
     ),
     "a dict of specs": (
         "spec_tree",
         lambda state: {"kernel": P(None, "model"), "bias": P("model")},
-        "a dict of 2 leaves, and the state is a State of 2",
+        "it is a dict with 2 leaves, and the state is a State with 2",
         "keeps the structure",
     ),
     "rows": (
@@ -125,7 +126,7 @@ WRONG = {
         "the value at 'kernel' is P('model'), expected P(None, 'model')",
         "ndim",
     ),
-    "names that are whole left out": (
+    "names without an axis left out": (
         "resolve",
         lambda names, rules: P(*(rules[n] for n in names if n and rules[n])),
         "it is P('model'), expected P(None, 'model')",
@@ -135,7 +136,7 @@ WRONG = {
         "bias_spec",
         lambda spec, kernel_ndim, bias_ndim: P(*spec[-1:]),
         "it is P('model'), expected P()",
-        "Fill it up with None",
+        "Pad it with None",
     ),
     "a short spec": (
         "shard_shape",
@@ -144,7 +145,7 @@ WRONG = {
             for size, axis in zip(shape, spec, strict=False)
         ),
         "it has 1 item, expected 2",
-        "a dim that the spec has no entry for is whole",
+        "a dim without an entry in the spec is not split",
     ),
     "rounded up": (
         "shard_shape",
@@ -208,13 +209,13 @@ WRONG = {
         "standardise",
         local_moments,
         "of 32 numbers differ",
-        "a mean of the local rows is not the mean",
+        "the mean of the local rows is not the mean of all rows",
     ),
     "an axis that may not be there": ("standardise", all_axes, "model", "pmean"),
     "no psum": (
         "tensor_mlp",
         no_psum,
-        "devices-disagree: P() says that all devices along axis 'model' hold the same",
+        "devices-disagree: P() says that all devices along axis 'model' hold the same value",
         "its own hidden units",
     ),
     "the bias n times": (
@@ -226,7 +227,7 @@ WRONG = {
     "a gather": (
         "tensor_mlp",
         gathered_mlp,
-        "its collectives are all_gather ×1, psum ×1; these are enough: psum ×1",
+        "it runs the collectives all_gather ×1, psum ×1; the exercise allows psum ×1",
         "",
     ),
     "pmean of a sum": (
@@ -239,13 +240,13 @@ WRONG = {
     "psum": (
         "ring_sum",
         lambda x, n: jax.lax.psum(x, "ring"),
-        "its collectives are psum ×1; these are enough: ppermute ×6",
+        "it runs the collectives psum ×1; the exercise allows ppermute ×6",
         "",
     ),
     "made for real": (
         "abstract_bytes",
         lambda make: sum(x.nbytes for x in jax.tree.leaves(nnx.state(make()))),
-        "the model is built outside of any trace: an array of shape (8, 32), 1.0 KiB, would be whole",
+        "the model is built outside of any trace: a full array of shape (8, 32), 1.0 KiB, would be on",
         "nnx.eval_shape",
     ),
     "whole, then moved": (
@@ -257,13 +258,13 @@ WRONG = {
     "jitted, then moved": (
         "init_sharded",
         jitted_then_put,
-        "was whole on one device, and then moved to its shards",
+        "was on one device before it was moved to its shards",
         "",
     ),
     "jitted, and left": (
         "init_sharded",
         replicated,
-        "down.kernel lies on one device, planned P(None, 'model')",
+        "down.kernel is on one device, planned P(None, 'model')",
         "",
     ),
     "other values": ("init_sharded", other_seed, "the value at 'up.kernel' is 0", "seed"),
@@ -298,7 +299,8 @@ WRONG = {
     "reduced whole": (
         "fsdp_gradient",
         reduced_whole,
-        "each device sends 288 bytes (modelled; its collectives are all_gather ×1, psum ×1); 192",
+        "each device sends 288 bytes (modelled; collectives: all_gather ×1, psum ×1); the exercise "
+        "allows 192",
         "psum_scatter",
     ),
     "of all ticks": (
@@ -312,13 +314,13 @@ WRONG = {
     "gathered": (
         "exchange",
         gathered,
-        "its collectives are all_gather ×1; these are enough: all_to_all ×1",
+        "it runs the collectives all_gather ×1; the exercise allows all_to_all ×1",
         "",
     ),
-    "split and joined otherwise": (
+    "split and joined along the same dim": (
         "exchange",
         lambda sent: jax.lax.all_to_all(sent, "expert", 0, 0, tiled=True),
-        "it has the shape (32, 2, 2), expected (8, 8, 2)",
-        "join what comes from each device",
+        "it has shape (32, 2, 2), expected (8, 8, 2)",
+        "concatenate what each device sends",
     ),
 }

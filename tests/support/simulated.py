@@ -1,9 +1,8 @@
-"""What the tests of the simulated shard_map share: the real one, and how the two are compared."""
+"""Shared by the tests of the simulated shard_map: the real one, and how to compare the two."""
 
 import functools
 import inspect
 import math
-import os
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
+from shardwise._base import show_line
 
 MESHES = ("a=8", "a=2,b=4", "a=2,b=2,c=2", "a=2,b=1,c=2,d=2")
 AB = "a=2,b=4"
@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("vma", [True, False], ids=["typed", "untyped"])
 
 
 def with_types(names, untyped):
-    """Returns a mark for each name with `check_vma`, and for some of them without too."""
+    """Returns a mark for each name with `check_vma`, and for those in `untyped` also without."""
     cases = [(n, v) for n in names for v in (True, False) if v or n in untyped]
     texts = [n if isinstance(n, str) else "-".join(n) for n, _ in cases]
     ids = [f"{t}-{'typed' if v else 'untyped'}" for t, (_, v) in zip(texts, cases, strict=True)]
@@ -46,7 +46,7 @@ def simulated(body, mesh, in_specs, out_specs, **options):
 
 
 def numbers(*shape, dtype="float32", start=0):
-    """Returns numbers of both signs, none of them twice, none a whole."""
+    """Returns distinct numbers of both signs, none of them an integer."""
     count = math.prod(shape)
     flat = np.sin(np.arange(start, start + count) * 1.7 + 0.3) * 2 + 0.01 * np.arange(count)
     if dtype == "bool":
@@ -64,7 +64,7 @@ def plain(leaf):
 
 
 def same(got, want, tolerance=2e-5):
-    """Asserts one tree, one set of shapes and dtypes, and the same numbers up to rounding."""
+    """Asserts equal trees, shapes and dtypes, and equal numbers up to rounding."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert ours.shape == theirs.shape
@@ -86,7 +86,7 @@ def is_float(leaf):
 
 
 def loss(tree):
-    """Returns a scalar to which every number of the results adds in its own way."""
+    """Returns a scalar to which every number of the results contributes differently."""
     total = jnp.float32(0)
     for leaf in jax.tree.leaves(tree):
         if is_float(leaf):
@@ -96,7 +96,7 @@ def loss(tree):
 
 
 def with_gradient(fn):
-    """Returns the results of a function and the gradients with respect to its float arguments."""
+    """Returns the results of a function, and the gradients with respect to its float arguments."""
 
     def run(*args):
         floats = tuple(i for i, a in enumerate(args) if all(map(is_float, jax.tree.leaves(a))))
@@ -112,7 +112,7 @@ def with_gradient(fn):
 
 
 def compare(body, mesh, in_specs, out_specs, *args, grad=True, wrap=None, tolerance=2e-5, **opts):
-    """Asserts that the simulated results and gradients are the real ones."""
+    """Asserts that the simulated results and gradients equal the real ones."""
     wrap = wrap or (with_gradient if grad else lambda fn: fn)
     want = jax.jit(wrap(real(body, mesh, in_specs, out_specs, **opts)))(*args)
     got = jax.jit(wrap(simulated(body, mesh, in_specs, out_specs, **opts)))(*args)
@@ -136,7 +136,7 @@ def vary(value, axes, vma=True):
 
 
 def stacked(body):
-    """Returns the body with a dim for the devices before each result: any of them can be returned."""
+    """Returns the body with a leading device dim on each result, so that any can be returned."""
 
     @functools.wraps(body)
     def run(*args):
@@ -146,7 +146,7 @@ def stacked(body):
 
 
 def refusal(fn, *args):
-    """Returns the error of a call and of what it left to be done."""
+    """Returns the error of a call, or of the work that it left pending."""
     with pytest.raises(Exception) as info:
         jax.block_until_ready(fn(*args))
         jax.effects_barrier()
@@ -154,10 +154,10 @@ def refusal(fn, *args):
 
 
 def line_of(body, text):
-    """Returns where a line of a function of this file is, as a trace tells it."""
+    """Returns the file and line of a line in a function, as a trace shows it."""
     lines, start = inspect.getsourcelines(body)
     (at,) = (i for i, line in enumerate(lines) if text in line)
-    return f"{os.path.basename(inspect.getsourcefile(inspect.unwrap(body)))}:{start + at}"
+    return show_line(inspect.getsourcefile(inspect.unwrap(body)), start + at)
 
 
 def layer_args():

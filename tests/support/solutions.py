@@ -1,4 +1,4 @@
-"""Right solutions of every exercise of `shardwise learn`."""
+"""Correct solutions of every exercise of `shardwise learn`."""
 
 import math
 
@@ -127,7 +127,7 @@ def training_bytes(layout, tx):
 
 
 def step_bytes(shapes, n, how):
-    # Gathered and scattered, or reduced: the same under the ring model.
+    # A gather and a reduce-scatter send as much as an all-reduce, by the ring model.
     return sum(2 * (n - 1) * (4 * math.prod(shape)) // n for shape in shapes)
 
 

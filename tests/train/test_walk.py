@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import shardwise as sw
-from shardwise._check import match, planned
+from shardwise._check import matching, planned
 
 BATCH = {"x": jax.ShapeDtypeStruct((16, 8), "float32")}
 
@@ -27,7 +27,7 @@ def counted(monkeypatch):
         monkeypatch.setattr(module, name, call)
 
     counting(planned, "_findings", "checks")
-    counting(match, "match_findings", "matches")
+    counting(matching, "match_findings", "matches")
     return counts
 
 

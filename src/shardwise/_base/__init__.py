@@ -1,9 +1,9 @@
 """Text, tables, files, the terminal and signals: what every room needs. Imports no JAX."""
 
+from .ending import cleaned_up_on_signal as cleaned_up_on_signal
 from .ending import end as end
 from .ending import end_on_signals as end_on_signals
 from .ending import open_standard_streams as open_standard_streams
-from .ending import undone as undone
 from .export import public as public
 from .files import write_atomically as write_atomically
 from .frames import at_line_of as at_line_of

@@ -5,10 +5,10 @@ from .findings import Allow as Allow
 from .findings import Finding as Finding
 from .findings import Findings as Findings
 from .findings import LayoutError as LayoutError
-from .findings import alike as alike
+from .findings import group_similar as group_similar
 from .findings import make_finding as make_finding
 from .findings import sift as sift
 from .live import audit as audit
-from .match import matched as matched
-from .match import require_match as require_match
+from .matching import matched as matched
+from .matching import require_match as require_match
 from .planned import check as check

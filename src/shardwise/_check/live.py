@@ -1,4 +1,4 @@
-"""Planned against live: does every array lie where the layout says?"""
+"""Audits live arrays: is every array sharded as the layout says?"""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
 from .._nnx import Leaf, array_bytes, keyed_leaves
 from .findings import Allow, Finding, Findings, make_finding, sift
-from .match import is_alike, match_findings
+from .matching import is_alike, match_findings
 
 
 @public
 def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
-    """Returns where live arrays do not lie as planned, weighed in bytes.
+    """Returns the live arrays that are not sharded as planned, with the cost in bytes.
 
     Args:
-        layout: the plan; for an optimizer's state, that of `layout.for_optimizer(tx)`.
+        layout: the planned layout; for an optimizer's state, `layout.for_optimizer(tx)`.
         live: a model, its state, an optimizer's state, or an `nnx.Optimizer`.
-        allow: findings that are meant, by code and path pattern.
+        allow: findings that are intentional, by code and path pattern.
 
     Example:
         >>> import shardwise as sw
@@ -35,7 +35,9 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
         no findings
     """
     if not isinstance(layout, Layout):
-        raise ValueError(f"audit takes a layout first, got a {type(layout).__name__}")
+        raise ValueError(
+            f"audit takes a layout as its first argument, got a {type(layout).__name__}"
+        )
     if isinstance(live, nnx.Optimizer):
         live = live.opt_state
     state = nnx.split(live)[1] if isinstance(live, nnx.Module) else live
@@ -55,21 +57,21 @@ def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
             yield make_finding(
                 "SW201",
                 leaf.path,
-                f"planned {show_spec(leaf.spec)}, but its {show_bytes(leaf.bytes)} lie on the host, "
+                f"planned {show_spec(leaf.spec)}, but its {show_bytes(leaf.bytes)} are on the host, "
                 f"as {type(array).__name__}",
                 "place it with sw.shard(model, layout)",
             )
         elif not _as_planned(layout, leaf, sharding):
-            held = array_bytes(sharding.shard_shape(leaf.shape), leaf.dtype)
-            over = held - leaf.shard_bytes
+            resident = array_bytes(sharding.shard_shape(leaf.shape), leaf.dtype)
+            over = resident - leaf.shard_bytes
             cost = f"{show_bytes(abs(over))} {'more' if over > 0 else 'less'} on each device"
             if not over:
-                cost = "as many bytes, but other parts or other devices"
+                cost = "the same number of bytes, but other parts or other devices"
             yield make_finding(
                 "SW201",
                 leaf.path,
-                f"planned {show_spec(leaf.spec)}, lies {_show(sharding)}: "
-                f"{show_bytes(held)} instead of {show_bytes(leaf.shard_bytes)}, {cost}",
+                f"planned {show_spec(leaf.spec)}, but is {_show(sharding)}: "
+                f"{show_bytes(resident)} instead of {show_bytes(leaf.shard_bytes)}, {cost}",
                 "place it with sw.shard(model, layout)",
                 f"shape {leaf.shape}  planned shard {leaf.shard_shape}  "
                 f"live shard {tuple(sharding.shard_shape(leaf.shape))}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
 import re
 import shutil
@@ -425,8 +426,22 @@ class Checkpoints:
             raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
 
 
+_ERRNO = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk is full",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.EEXIST: "a part of the path is a file",
+}
+
+
 def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in _ERRNO:
+        return _ERRNO[error.errno]
     text = " ".join(str(error).split())
+    # TensorStore raises a ValueError for all of these, with neither a status nor a number of the
+    # system's: only its words tell them apart.
     known = {
         "No space left": "the disk is full",
         "Read-only file system": "the file system is read-only",

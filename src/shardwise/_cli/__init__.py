@@ -1,4 +1,4 @@
-"""The command line: one file a command, in the groups of its help."""
+"""The command line: one file per command, grouped as in its help."""
 
 from .app import main as main
 from .app import run as run

@@ -1,4 +1,4 @@
-"""The command line: parse, call, print."""
+"""The entry points of the command line, and its exit statuses."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .._base import UnwritableError, at_line_of, released_stdout, shell_words, s
 from . import planning, reference, running
 from .options import app
 
-# Importing them registers their commands.
+# Importing these rooms registers their commands.
 __all__ = ["main", "planning", "reference", "run", "running"]
 
 
 def main() -> None:
-    """Runs the command line within a process that goes on; `__main__` runs it as one."""
+    """Runs the command line inside a process that may continue; `__main__` runs it as its own."""
     with released_stdout():
         status = run()
     sys.exit(status)
@@ -35,7 +35,7 @@ def _run() -> int:
         status = app(standalone_mode=False)
         return status if isinstance(status, int) else 0
     except SystemExit as ended:
-        # As `shardwise plan … | head` does: nobody reads on, which typer ends with 1.
+        # `shardwise plan … | head` closes the pipe early, and typer exits with 1 for that.
         if isinstance(ended.__context__, BrokenPipeError):
             _close_stdout()
             return 141
@@ -52,13 +52,13 @@ def _run() -> int:
 
 
 def _close_stdout() -> None:
-    """Sends what is left to nowhere: Python would complain at exit that it cannot be written."""
+    """Discards buffered output: Python would complain at exit that it cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout().fileno())
 
 
 def _example(error: Any) -> str:
-    """Returns the first example of the help of the command that an error is about."""
+    """Returns the first example in the help of the command that failed."""
     lines = error.ctx.command.help.partition("\n  shardwise ")[2].splitlines()
     example = [lines[0]]
     for line in lines[1:]:
@@ -77,7 +77,7 @@ def _sentence(error: Exception) -> str:
     if ready is None:
         if isinstance(error, OSError) and error.strerror:
             return f"{error.filename or 'a stream'}: {error.strerror}{at_line_of(error)}"
-        # The package's own errors are sentences, and need no class in front.
+        # The package's own errors are full sentences, so the class name is left out.
         own = isinstance(error, ValueError) or type(error).__module__.startswith("shardwise")
         kind = "" if own else f"{type(error).__name__}: "
         text = f"{kind}{text}{at_line_of(error)}"

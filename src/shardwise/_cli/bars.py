@@ -1,4 +1,4 @@
-"""Memory of one device as a bar against what it can hold."""
+"""The memory of one device as a bar against its capacity."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 from .._base import columns, show_bytes
 from .._compile import Part
 
-# Told apart without colours too.
+# Distinguishable without colours too.
 _GLYPHS = {
     "parameters": ("█", "blue"),
     "optimizer": ("▓", "cyan"),
@@ -21,14 +21,14 @@ _FREE, _EDGE = "·", "▏"
 
 
 def bar(parts: Sequence[Part], capacity: int | None) -> Text:
-    """Returns a stacked bar with its legend; where it does not fit, an edge marks the capacity."""
+    """Returns a stacked bar with its legend; if it does not fit, an edge marks the capacity."""
     used = sum(part.bytes for part in parts)
     scale = max(used, capacity or 0, 1)
-    told = f"  {used / capacity:.1%} of {show_bytes(capacity)}" if capacity else ""
-    width = max(10, min(72, columns() - 2 - len(told)))
+    share = f"  {used / capacity:.1%} of {show_bytes(capacity)}" if capacity else ""
+    width = max(10, min(72, columns() - 2 - len(share)))
     drawn, end = Text("  "), 0
     for part in parts:
-        # By where a part ends, so that the parts together are as long as their sum.
+        # Rounding where parts end, not their lengths, keeps the total length exact.
         begin, end = end, end + part.bytes
         cells = round(end / scale * width) - round(begin / scale * width)
         glyph, style = _GLYPHS[part.name]
@@ -37,7 +37,7 @@ def bar(parts: Sequence[Part], capacity: int | None) -> Text:
     if capacity and used > capacity:
         at = 2 + min(width - 1, round(capacity / scale * width))
         drawn = Text.assemble(drawn[:at], (_EDGE, "bold red"), drawn[at + 1 :])
-    drawn.append(told)
+    drawn.append(share)
     return Text("\n").join([drawn, *_legend(parts, used, capacity)])
 
 
@@ -46,8 +46,8 @@ def _legend(parts: Sequence[Part], used: int, capacity: int | None) -> list[Text
     for part in parts:
         if part.bytes:
             mark = _GLYPHS[part.name]
-            told = (f" ({part.label})", "dim")
-            entries.append(Text.assemble(mark, f" {part.name} {show_bytes(part.bytes)}", told))
+            label = (f" ({part.label})", "dim")
+            entries.append(Text.assemble(mark, f" {part.name} {show_bytes(part.bytes)}", label))
     if capacity and used <= capacity:
         entries.append(Text.assemble((_FREE, "dim"), f" {show_bytes(capacity - used)} to spare"))
     elif capacity:

@@ -1,4 +1,4 @@
-"""What the shell completes: chips, published shapes, strategies, policies. Without JAX, so at once."""
+"""Shell completion of chips, published shapes, strategies and policies; fast, as JAX is not imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POLICIES = (
 
 
 def complete_devices(incomplete: str) -> list[str]:
-    """Returns what `--on` may be: each chip with a topology of its kind."""
+    """Returns values of `--on`: each chip comes with an example of its topology."""
     chips = []
     for chip in CHIPS.values():
         size = "8" if chip.platform == "gpu" else "4"
@@ -26,7 +26,7 @@ def complete_devices(incomplete: str) -> list[str]:
 
 
 def complete_target(incomplete: str) -> list[str]:
-    """Returns the published shapes; a file or a module is the user's own."""
+    """Returns the published shapes; files and modules are left to the user."""
     from ..models import CONFIGS
 
     return _begin(CONFIGS, incomplete)
@@ -38,7 +38,7 @@ def complete_strategy(incomplete: str) -> list[str]:
 
 
 def complete_policy(incomplete: str) -> list[str]:
-    """Returns the policies that `--remat` is most often given."""
+    """Returns the most common values of `--remat`."""
     return _begin(POLICIES, incomplete)
 
 

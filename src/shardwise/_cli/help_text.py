@@ -1,4 +1,4 @@
-"""The form of the help: commands in groups, options in groups, a first session, exit statuses."""
+"""How the help is laid out: commands and options in groups, a first session, exit statuses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MODEL, STEP, OUTPUT = "The model on its mesh", "The step", "Output"
 
 ABOUT = """Plan, check, compile and run the sharding of Flax NNX models on JAX, before renting a chip.
 
-A first session, with models that ship with the package and no chips at all. What would every
-device hold? What is wrong with a mesh that is too wide? Does it fit on eight TPUs, and what would
-they send each other (their compiler comes with "shardwise[tpu]")? And a recipe, trained on eight
-virtual CPU devices, with checkpoints:
+A first session, with models that ship with the package and without any accelerator: show what
+every device would hold; see what is wrong with a mesh that is too wide; find out whether the model
+fits on eight TPUs, and what they would send each other (their compiler comes with
+"shardwise[tpu]"); train a recipe on eight virtual CPU devices, with checkpoints:
 
 \b
   shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor
@@ -29,18 +29,17 @@ virtual CPU devices, with checkpoints:
   shardwise train shardwise.examples.text:recipe --mesh data=8 --on cpu:8 --strategy fsdp \\
     --steps 2 --checkpoints runs/a"""
 
-ENDING = """Exit status: 0 clean, 1 findings or what does not fit, 2 could not run, with one sentence on
-stderr.
+ENDING = """Exit status: 0 clean, 1 findings or does not fit, 2 could not run, with one sentence on stderr.
 
-shardwise COMMAND --help has examples of each command. --format json prints what
-docs/reference/json.md describes. NO_COLOR=1 turns colours off.
+shardwise COMMAND --help shows examples of each command. docs/reference/json.md describes the output
+of --format json. NO_COLOR=1 turns colours off.
 
-The page of a finding's code is printed by shardwise explain SW104. The docs are in docs/ of the
-source, docs/index.md first."""
+For the page of a finding's code, run shardwise explain SW104. The documentation is in docs/ of the
+source tree; start with docs/index.md."""
 
 
 class Group(typer.core.TyperGroup):
-    """The command itself, whose help has the commands in groups."""
+    """The root command, whose help lists the commands in groups."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Returns the commands' names, in the order of their groups."""
@@ -60,7 +59,7 @@ class Group(typer.core.TyperGroup):
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help has its options in groups."""
+    """A command whose help lists its options in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Writes a section for the arguments and one for each group of options."""

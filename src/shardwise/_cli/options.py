@@ -1,6 +1,6 @@
-"""What the commands share: the application, their options, and laying a target out.
+"""What the commands share: the application, their options, and laying out a target.
 
-JAX and Flax are imported by what needs them, not here: help and completion need neither.
+JAX and Flax are imported inside functions: help and completion need neither.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ app = typer.Typer(
 )
 command = functools.partial(app.command, cls=Command)
 
-TARGETS = """TARGET is path/to/file.py:name or package.module:name: a function of no arguments
-that returns an nnx.Module, such a module, or a Recipe; or a published shape: see shardwise models."""
+TARGETS = """TARGET is path/to/file.py:name or package.module:name, where name is an nnx.Module, a
+function without arguments that returns one, or a Recipe; or it is a published shape (see shardwise
+models)."""
 
 
 class Format(enum.StrEnum):
@@ -67,7 +68,7 @@ OnOption = Annotated[
         "--on",
         metavar="DEVICES",
         help="none (arithmetic only), here (the devices present), cpu:8 (virtual CPU devices), "
-        "or chips that are not here, such as v5p:4x8x8 or h200:8x8.",
+        "or chips, which need not be present, such as v5p:4x8x8 or h200:8x8.",
         rich_help_panel=MODEL,
         autocompletion=complete_devices,
     ),
@@ -77,7 +78,7 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="dp, fsdp, tensor, or joined by +: fsdp+tensor.",
+        help="dp, fsdp, tensor, or several joined by +, such as fsdp+tensor.",
         rich_help_panel=MODEL,
         autocompletion=complete_strategy,
     ),
@@ -87,8 +88,8 @@ MinBytesOption = Annotated[
     typer.Option(
         "--min-bytes",
         metavar="SIZE",
-        help="fsdp splits leaves of this size and larger, such as 64KiB; 0 splits all. By default "
-        "it leaves the smallest, together under 1% of the model and 10% of what a device holds.",
+        help="fsdp splits leaves of at least this size, such as 64KiB; 0 splits all. By default it "
+        "replicates the smallest, together under 1% of the model and 10% of what a device holds.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -97,7 +98,7 @@ RulesOption = Annotated[
     typer.Option(
         "--rules",
         metavar="FILE",
-        help="A TOML file of path patterns, logical names, strategy and min_bytes.",
+        help="A TOML file with path patterns, logical names, strategy and min_bytes.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -106,7 +107,7 @@ BatchOption = Annotated[
     typer.Option(
         "--batch",
         metavar="SIZES",
-        help="The batch's first dims, such as 256 or 256x4096 (sequences x tokens).",
+        help="The leading dims of the batch, such as 256 or 256x4096 (sequences x tokens).",
         rich_help_panel=STEP,
     ),
 ]
@@ -115,8 +116,8 @@ RematOption = Annotated[
     typer.Option(
         "--remat",
         metavar="POLICY",
-        help="What is kept for the backward pass: a name of jax.checkpoint_policies, or none for "
-        "no rematerialisation. Published shapes keep nothing of a block unless told.",
+        help="What to keep for the backward pass: the name of a policy in jax.checkpoint_policies, "
+        "or none for no rematerialisation. Published shapes default to nothing_saveable.",
         rich_help_panel=STEP,
         autocompletion=complete_policy,
     ),
@@ -126,9 +127,10 @@ InputsOption = Annotated[
     typer.Option(
         "--inputs",
         metavar="SHAPES",
-        help="What the model is called with, such as int32[8,128], several joined by ; with names "
-        'as in tokens=int32[8,128], or a dict as {"x": "float32[8,16]"}; the tensor strategy '
-        "then traces the forward pass instead of guessing.",
+        help="The arguments of the model's call, such as int32[8,128]; several are joined by ;, "
+        "named as in tokens=int32[8,128], or written as JSON if they are dicts, such as "
+        '{"x": "float32[8,16]"}. The tensor strategy then traces the forward pass instead of '
+        "guessing.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -137,19 +139,19 @@ MethodOption = Annotated[
     typer.Option(
         "--method",
         metavar="NAME",
-        help="The method of the model that --inputs are given to, if it is not __call__.",
+        help="The method of the model that takes --inputs, if it is not __call__.",
         rich_help_panel=MODEL,
     ),
 ]
 CompileOption = Annotated[
     bool,
-    typer.Option("--compile", help="Compile it too: see shardwise compile.", rich_help_panel=STEP),
+    typer.Option("--compile", help="Also compile it; see shardwise compile.", rich_help_panel=STEP),
 ]
 FormatOption = Annotated[
     Format,
     typer.Option(
         "--format",
-        help="How to print it; docs/reference/json.md describes the JSON.",
+        help="Output format; docs/reference/json.md describes the JSON.",
         rich_help_panel=OUTPUT,
     ),
 ]
@@ -170,7 +172,7 @@ def _root(
         typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version),
     ] = False,
 ) -> None:
-    """Holds the help of the command itself."""
+    """Carries the help of the root command."""
 
 
 def lay_out(
@@ -188,7 +190,7 @@ def lay_out(
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
     if method is not None and inputs is None:
-        raise ValueError(f"--method {method} needs --inputs: what it is called with")
+        raise ValueError(f"--method {method} needs --inputs, the arguments of its call")
     with working(f"laying out {target}"):
         return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method, min_bytes)
 
@@ -215,56 +217,62 @@ def _lay_out(
     from .rules_file import read_rules
     from .target import contained, load_target, parse_inputs
 
-    # What the user's own code prints must not stand in our output.
+    # What the user's code prints must not mix with our output.
     claim_stdout()
     sizes = parse_batch(batch) if batch is not None else None
     if remat is not None:
         _require_policy(remat)
     # The mesh comes first: importing the target may start a backend with too few devices.
     if on != "here":
-        # No accelerator is meant, so none is looked for, nor heard of.
+        # No accelerator is needed: without this, JAX looks for one and warns about it.
         jax.config.update("jax_platforms", "cpu")
-    made_mesh = _make_mesh(mesh, on)
+    device_mesh = _make_mesh(mesh, on)
     shapes = parse_inputs(inputs) if inputs is not None else None
     file = read_rules(rules) if rules is not None else None
-    given = [*(file.rules if file is not None else []), *_strategy(file, strategy, min_bytes)]
+    all_rules = [*(file.rules if file is not None else []), *_strategy(file, strategy, min_bytes)]
     logical = file.logical if file is not None else None
     if is_named(target):
         policy = remat or "nothing_saveable"
         found: Any = named_recipe(target, sizes, None if policy == "none" else policy)
-        # Its model takes the batch as it is, so it can always be traced.
+        # Its model takes the batch unchanged, so it can always be traced.
         shapes = shapes or (found.batch,)
     else:
         found = load_target(target)
         if remat is not None:
             if not isinstance(found, Recipe):
-                raise ValueError(f"--remat is for a recipe: target {target!r} is none")
+                raise ValueError(f"--remat needs a recipe, and target {target!r} is not one")
             policy = None if remat == "none" else remat
             found = dataclasses.replace(found, remat=policy)
         if sizes is not None:
             if not isinstance(found, Recipe):
-                raise ValueError(f"--batch is for a recipe: target {target!r} is none")
+                raise ValueError(f"--batch needs a recipe, and target {target!r} is not one")
             found = with_batch(found, sizes)
     with contained(f"making the model of {target}"):
-        # A recipe without --inputs is traced by its loss.
-        made = layout(found, made_mesh, given, logical=logical, inputs=shapes, method=method)
-    return found, made
+        # A recipe without --inputs is traced through its loss.
+        planned = layout(
+            found, device_mesh, all_rules, logical=logical, inputs=shapes, method=method
+        )
+    return found, planned
 
 
 def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | None) -> list[Any]:
-    """Returns the strategy that the rules' file or the options name, in a list, if any does."""
+    """Returns the strategy named in the rules file or the options, as a list of one or none."""
     from .._base import parse_bytes
     from .._layout import Named
 
     if file is not None and file.strategy is not None and strategy is not None:
         raise ValueError(
-            f"--strategy {strategy} and the rules' strategy {file.strategy!r}: give one"
+            f"--strategy {strategy} conflicts with the rules file, which sets strategy = "
+            f"{file.strategy!r}: give one of them"
         )
     if file is not None and file.min_bytes is not None and min_bytes is not None:
-        raise ValueError(f"--min-bytes {min_bytes} and the rules' min_bytes: give one")
+        raise ValueError(
+            f"--min-bytes {min_bytes} conflicts with the rules file, which sets min_bytes: give one "
+            f"of them"
+        )
     name = strategy if strategy is not None else file.strategy if file is not None else None
     size = file.min_bytes if file is not None else None
-    option = "the rules' min_bytes"
+    option = "min_bytes in the rules file"
     if min_bytes is not None:
         option = "--min-bytes"
         try:
@@ -273,36 +281,31 @@ def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | Non
             raise ValueError(f"--min-bytes {error}") from error
     if size is not None and "fsdp" not in (name or ""):
         has = f"the strategy is {name}" if name is not None else "no strategy is given"
-        raise ValueError(f"{option} is for the strategy fsdp, but {has}")
+        raise ValueError(f"{option} applies only to the strategy fsdp, but {has}")
     return [Named(name, size)] if name is not None else []
 
 
 def _make_mesh(mesh: str, on: str) -> Any:
-    from .._compile import captured_stderr
+    from .._compile import start_backends
     from .._mesh import mesh as make_mesh
 
     if on == "here":
-        # JAX tells at length of each accelerator that is not here; `shardwise doctor` in a line.
-        with captured_stderr():
-            return make_mesh(mesh)
+        start_backends()
+        return make_mesh(mesh)
     return make_mesh(mesh, on=on)
 
 
 def _require_policy(remat: str) -> None:
-    from .._nnx import remat_policy
+    from .._nnx import policy_names
 
-    if remat == "none":
-        return
-    try:
-        remat_policy(remat)
-    except ValueError as error:
-        # A shell cannot give a policy itself.
-        text = str(error).removeprefix("remat=").partition("; others")[0]
-        raise ValueError(f"--remat {text}; or none, for no rematerialisation") from error
+    # A shell can only give the name of a policy that takes no arguments.
+    names = ["none", *policy_names()]
+    if remat not in names:
+        raise ValueError(f"--remat {remat!r} is not a policy: give one of {', '.join(names)}")
 
 
 def require_devices(on: str) -> None:
-    """Raises if there is nothing to compile for."""
+    """Raises if there are no devices to compile for."""
     if on == "none":
         raise ValueError(
             "--on none has no devices to compile for: name chips, such as --on v5p:4x8x8 or "
@@ -311,12 +314,12 @@ def require_devices(on: str) -> None:
 
 
 def compile_target(
-    target: str, found: Any, made: Layout, inputs: str | None, method: str | None = None
+    target: str, found: Any, layout: Layout, inputs: str | None, method: str | None = None
 ) -> Compiled:
-    """Returns what the compiler makes of what `lay_out` returned.
+    """Returns what `lay_out` returned, compiled.
 
     Raises:
-        ValueError: the layout has errors, or it is not known what a model is called with.
+        ValueError: the layout has errors, or a model's inputs are missing.
     """
     from .._check import LayoutError
     from .._compile import compile as compile_step
@@ -326,55 +329,55 @@ def compile_target(
 
     if not isinstance(found, Recipe) and inputs is None:
         raise ValueError(
-            f"target {target!r} is a model: say what it is called with, such as "
-            f"--inputs 'int32[8,128]'; or name a Recipe, for a training step"
+            f"target {target!r} is a model: give the arguments of its call, such as "
+            f"--inputs 'int32[8,128]', or name a Recipe to compile a training step"
         )
-    # A recipe has its batch: inputs are for its layout alone.
+    # A recipe has its own batch: inputs only affect its layout.
     shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
-    chips = chips_of(made.mesh)
+    chips = chips_of(layout.mesh)
     where = f" for {chips}" if chips is not None else ""
     try:
         with working(f"compiling {target}{where}"):
             return compile_step(
-                found, made, inputs=shapes, method=method if shapes else None, show=False
+                found, layout, inputs=shapes, method=method if shapes else None, show=False
             )
     except LayoutError as error:
         more = len(error.findings) - 1
-        rest = f"; and {more} more, which shardwise check shows" if more else ""
+        rest = f"; shardwise check shows {more} more" if more else ""
         raise ValueError(
-            f"nothing was compiled, since the layout has errors: {error.findings[0].concise}{rest}"
+            f"not compiled because the layout has errors: {error.findings[0].concise}{rest}"
         ) from error
 
 
 def plan_target(
     target: str,
     found: Any,
-    made: Layout,
+    layout: Layout,
     inputs: str | None,
     method: str | None = None,
     *,
     compile: bool,
 ) -> Plan:
-    """Returns what is known of what `lay_out` returned, compiled too unless it has errors."""
+    """Returns the plan of what `lay_out` returned, also compiled if asked and free of errors."""
     import dataclasses
 
     from .._compile import plan_of
 
-    known = plan_of(found, made)
-    if not compile or known.findings.errors:
-        return known
-    return dataclasses.replace(known, compiled=compile_target(target, found, made, inputs, method))
+    plan = plan_of(found, layout)
+    if not compile or plan.findings.errors:
+        return plan
+    return dataclasses.replace(plan, compiled=compile_target(target, found, layout, inputs, method))
 
 
 def require_writable(
     path: str | None, option: str = "--save", *, inputs: Iterable[str | None] = ()
 ) -> None:
-    """Raises if a file cannot be written: better before the work than after it.
+    """Raises if a file cannot be written, before any work is done.
 
     Args:
         path: the file, if any.
-        option: that names it.
-        inputs: what the command reads: targets and files, which must not be overwritten.
+        option: the option that names it.
+        inputs: the targets and files that the command reads, which must not be overwritten.
     """
     if path is None:
         return
@@ -397,7 +400,7 @@ def require_writable(
 
 
 def _files_of(given: str) -> list[Path]:
-    """Returns the files that a target, or the name of a file, may be read from."""
+    """Returns the files that a target or a file name may be read from."""
     place = given.rpartition(":")[0]
     return [Path(given), Path(place), Path(f"{place.replace('.', '/')}.py")]
 
@@ -406,12 +409,12 @@ def _is_same(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.samefile(other)
 
 
-def save_to(path: str | None, made: Layout | Compiled) -> None:
-    """Writes what `--save` asks for, and says so."""
+def save_to(path: str | None, result: Layout | Compiled) -> None:
+    """Writes the file of `--save`, and says so on stderr."""
     if path is None:
         return
     try:
-        made.save(path)
+        result.save(path)
     except OSError as error:
         raise ValueError(f"--save {path} cannot be written: {error.strerror}") from error
     typer.echo(f"saved {path}", err=True)

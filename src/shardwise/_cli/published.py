@@ -1,4 +1,4 @@
-"""Recipes by the names of published shapes: `llama3-70b`, with no file at all."""
+"""Recipes for published shapes, by name: `llama3-70b` needs no file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEFAULT_BATCH = (8, 2048)
 
 
 def is_named(target: str) -> bool:
-    """Says whether a target is a published shape, or looks as if it were meant to be one."""
+    """Returns whether a target is the name of a published shape, or looks like one."""
     return ":" not in target and not target.endswith(".py")
 
 
@@ -29,13 +29,13 @@ def make_named(name: str) -> Callable[[], nnx.Module]:
     """Returns the function that makes a model of a published shape.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no shape of this name.
     """
     if name not in CONFIGS:
         near = difflib.get_close_matches(name, CONFIGS, n=3, cutoff=0.4) or list(CONFIGS)[:5]
         raise ValueError(
-            f"target {name!r} is no published shape (near ones: {', '.join(near)}; shardwise "
-            f"models lists them), and names no factory: write path/to/file.py:name"
+            f"target {name!r} is not a published shape (the nearest are {', '.join(near)}; "
+            f"shardwise models lists them all), nor of the form path/to/file.py:name"
         )
     return functools.partial(_make, name)
 
@@ -47,20 +47,20 @@ def _make(name: str, remat: str | None = None) -> nnx.Module:
 def named_recipe(
     name: str, batch: tuple[int, ...] | None, remat: str | None = "nothing_saveable"
 ) -> Recipe:
-    """Returns a recipe that trains a published shape: AdamW, bfloat16 compute, f32 parameters.
+    """Returns a recipe for a published shape: AdamW, bfloat16 compute, float32 parameters.
 
     Args:
-        name: of the shape.
-        batch: sequences and tokens of each.
-        remat: what each block keeps for the backward pass, of `jax.checkpoint_policies`; all of
-            it if None.
+        name: the name of the shape.
+        batch: the number of sequences, and of tokens in each.
+        remat: the policy of `jax.checkpoint_policies` for each block; None for no
+            rematerialisation.
     """
     sizes = batch or _DEFAULT_BATCH
     if len(sizes) != 2:
         raise ValueError(
             f"--batch {'x'.join(map(str, sizes))}: {name} takes sequences x tokens, such as 256x4096"
         )
-    make_named(name)  # is it one?
+    make_named(name)  # raises if there is no such shape
     if remat is not None:
         remat_policy(remat)
     return Recipe(
@@ -73,21 +73,21 @@ def named_recipe(
 
 
 def parse_batch(text: str) -> tuple[int, ...]:
-    """Returns the sizes that `256x4096` names.
+    """Returns the sizes in a text such as `256x4096`.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: the text is not of that form.
     """
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
         raise ValueError(f"--batch {text!r}: write sizes, such as 256 or 256x4096")
     sizes = tuple(int(size[:20]) for size in text.strip().split("x"))
     if math.prod(sizes) >= 2**53:
-        raise ValueError(f"--batch {text!r}: no batch is that large")
+        raise ValueError(f"--batch {text!r} is too large")
     return sizes
 
 
 def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:
-    """Returns the recipe with a batch of other sizes: each leaf's first dims become these.
+    """Returns the recipe with another batch size: the leading dims of each leaf become `sizes`.
 
     Raises:
         ValueError: a leaf has fewer dims.

@@ -14,20 +14,20 @@ from .._layout import Logical
 from .._mesh import parse_spec
 
 _FORM = (
-    'it may hold strategy = "fsdp" with min_bytes = "64KiB", a table [logical] with mlp = "model" or embed = [], and '
-    'tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
+    'a rules file may have strategy = "fsdp", min_bytes = "64KiB", a table [logical] with '
+    'mlp = "model" or embed = [], and tables [[rules]] with "**.kernel" = "P(None, \'model\')"'
 )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RulesFile:
-    """What a rules file says.
+    """The contents of a rules file.
 
     Attributes:
-        rules: dicts of path patterns, in order.
-        logical: where names go.
-        strategy: a strategy's name, or None.
-        min_bytes: what that strategy's fsdp splits from, or None for its own choice.
+        rules: dicts from path patterns to specs, in order.
+        logical: the mesh axes of each logical name.
+        strategy: the name of a strategy, or None.
+        min_bytes: the size from which that strategy's fsdp splits leaves, or None for its default.
     """
 
     rules: list[Any]
@@ -40,17 +40,17 @@ def read_rules(path: str | os.PathLike[str]) -> RulesFile:
     """Returns the rules of a TOML file.
 
     Raises:
-        ValueError: it cannot be read, or says something else.
+        ValueError: the file cannot be read, or its contents are not of the expected form.
     """
     try:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"the rules {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"rules file {path} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"the rules {path} are not TOML: {error}") from error
+        raise ValueError(f"rules file {path} is not TOML: {error}") from error
     unknown = [key for key in data if key not in ("strategy", "min_bytes", "logical", "rules")]
     if unknown:
-        raise ValueError(f"the rules {path} have {unknown[0]!r}, which means nothing: {_FORM}")
+        raise ValueError(f"rules file {path} has an unknown key {unknown[0]!r}: {_FORM}")
     strategy, logical, tables = data.get("strategy"), data.get("logical", {}), data.get("rules", [])
     if isinstance(tables, dict):
         tables = [tables]
@@ -61,13 +61,13 @@ def read_rules(path: str | os.PathLike[str]) -> RulesFile:
         and all(isinstance(table, dict) for table in tables)
     )
     if not well_formed:
-        raise ValueError(f"the rules {path} are not of the form that is read: {_FORM}")
+        raise ValueError(f"rules file {path} does not have the expected form: {_FORM}")
     rules = []
     for table in tables:
         for pattern, spec in table.items():
             if not isinstance(spec, str):
                 raise ValueError(
-                    f"the rules {path} give pattern {pattern!r} {spec!r}: "
+                    f"rules file {path} maps pattern {pattern!r} to {spec!r}: "
                     f"write the spec as a string, such as \"P(None, 'model')\""
                 )
         rules.append({pattern: parse_spec(spec) for pattern, spec in table.items()})
@@ -80,4 +80,4 @@ def _min_bytes(path: str | os.PathLike[str], given: Any) -> int | None:
     if isinstance(given, str | int) and not isinstance(given, bool):
         with contextlib.suppress(ValueError):
             return parse_bytes(str(given))
-    raise ValueError(f"the rules {path} have min_bytes = {given!r}: {BYTES_FORM}")
+    raise ValueError(f"rules file {path} has min_bytes = {given!r}: {BYTES_FORM}")

@@ -163,11 +163,13 @@ def _parse_tree(tree: Any, text: str) -> Any:
 
 def _parse_array(written: str, text: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*)?)\]\s*", written, re.ASCII)
+    wrong = ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}")
+    if match is None:
+        raise wrong
     try:
-        assert match is not None
         dtype = jnp.dtype(match[1])
-    except (AssertionError, TypeError):
-        raise ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}") from None
+    except TypeError:
+        raise wrong from None
     sizes = [size.strip() for size in match[2].split(",") if size.strip()]
     if any(len(size) > 12 for size in sizes) or math.prod(map(int, sizes)) >= 2**53:
         raise ValueError(f"--inputs {text!r} has {written.strip()!r}: no array is that large")

@@ -1,4 +1,4 @@
-"""A layout as a tree of modules, layers that are alike folded into one."""
+"""A layout as a tree of modules, with identical layers folded into one row."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _HEADER = ("model", "bytes/device", "share", "split", "shape")
 
 @dataclasses.dataclass
 class Node:
-    """A module, or a leaf, or several that are alike.
+    """A module or a leaf, or several identical ones.
 
     Attributes:
-        name: its last step of the path, or several joined where a module holds one thing only.
-        bytes: that one device holds of all of it.
+        name: the last step of its path, or several steps joined if a module has a single child.
+        bytes: the bytes of all of it that one device holds.
         leaf: the leaf, or None for a module.
-        children: what a module holds.
-        alike: how many it stands for.
+        children: the contents of a module.
+        alike: how many identical ones it stands for.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Node:
 
 
 def tree_text(layout: Layout) -> str:
-    """Returns a layout's tree as text: bytes on each device, their share, and how it is split."""
+    """Returns a layout's tree as text: bytes per device, their share, and how it is split."""
     total = layout.bytes_per_device
     nodes = _nodes([(leaf.keys, leaf) for leaf in layout.leaves])
     rows = [
@@ -47,34 +47,34 @@ def tree_text(layout: Layout) -> str:
         )
         for guide, node in _walk(nodes)
     ]
-    whole = [leaf for leaf in layout.leaves if leaf.is_replicated]
-    copied = sum(leaf.shard_bytes for leaf in whole)
+    replicated = [leaf for leaf in layout.leaves if leaf.is_replicated]
+    copied = sum(leaf.shard_bytes for leaf in replicated)
     share = f"{copied / total:.1%} of them" if total else "none"
     caption = (
         f"{show_bytes(total)} on {show_devices(layout.mesh.size)} of {show_mesh(layout.mesh)} (exact), "
-        f"{share} in {count(len(whole), 'leaf', 'leaves')} that lie whole on every device; "
-        f"a folded row counts all that it stands for"
+        f"{share} in {count(len(replicated), 'replicated leaf', 'replicated leaves')}; "
+        f"a folded row is the sum of its layers"
     )
     return text_table(_HEADER, rows, caption, right=(1, 2))
 
 
 def _nodes(rows: list[tuple[tuple[Any, ...], Leaf]]) -> list[Node]:
-    """Returns the nodes under one module, of its leaves by what is left of their paths."""
-    held: dict[Any, list[tuple[tuple[Any, ...], Leaf]]] = {}
+    """Returns the nodes under one module, from its leaves and the rest of their paths."""
+    by_key: dict[Any, list[tuple[tuple[Any, ...], Leaf]]] = {}
     for keys, leaf in rows:
-        held.setdefault(keys[0] if keys else "", []).append((keys[1:], leaf))
-    made: list[tuple[Any, Node]] = []
-    for key, below in held.items():
+        by_key.setdefault(keys[0] if keys else "", []).append((keys[1:], leaf))
+    keyed: list[tuple[Any, Node]] = []
+    for key, below in by_key.items():
         if len(below) == 1 and not below[0][0]:
             leaf = below[0][1]
             node = Node(str(key), leaf.resident_bytes, leaf, [])
         else:
             children = _nodes(below)
             node = Node(str(key), sum(child.bytes for child in children), None, children)
-        made.append((key, node))
-    nodes = _fold(made)
+        keyed.append((key, node))
+    nodes = _fold(keyed)
     for node in nodes:
-        # A module that holds one thing is told with it, on one line.
+        # A module with a single child shares its row.
         while len(node.children) == 1:
             only = node.children[0]
             node.name, node.alike = f"{node.name}.{only.name}", node.alike * only.alike
@@ -82,9 +82,9 @@ def _nodes(rows: list[tuple[tuple[Any, ...], Leaf]]) -> list[Node]:
     return nodes
 
 
-def _fold(made: list[tuple[Any, Node]]) -> list[Node]:
+def _fold(keyed: list[tuple[Any, Node]]) -> list[Node]:
     groups: dict[Any, list[tuple[Any, Node]]] = {}
-    for key, node in made:
+    for key, node in keyed:
         same = _signature(node) if isinstance(key, int) else key
         groups.setdefault(same, []).append((key, node))
     folded = []
@@ -104,7 +104,7 @@ def _times(node: Node, count: int) -> Node:
 
 
 def _signature(node: Node) -> tuple[Any, ...]:
-    """Returns what makes two layers alike: all but their number."""
+    """Returns everything that identical layers share: all but their number."""
     if node.leaf is not None:
         leaf = node.leaf
         return (leaf.shape, str(leaf.dtype), show_spec(leaf.spec), bool(leaf.faults))
@@ -123,10 +123,10 @@ def _split(node: Node) -> str:
         leaf = node.leaf
         if leaf.faults:
             return f"{show_spec(leaf.spec)} error {leaf.faults[0].code}"
-        return "whole on every device" if leaf.is_replicated else show_spec(leaf.spec)
+        return "replicated" if leaf.is_replicated else show_spec(leaf.spec)
     leaves = list(_leaves(node))
     if all(leaf.is_replicated for leaf in leaves):
-        return "whole on every device"
+        return "replicated"
     used = {axis for leaf in leaves for axes in spec_axes(leaf.spec) for axis in axes}
     axes = [axis for axis in leaves[0].sizes if axis in used]
     return f"over {', '.join(axes)}" if axes else ""

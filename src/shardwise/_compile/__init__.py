@@ -11,5 +11,5 @@ from .result import Compiled as Compiled
 from .result import Part as Part
 from .saved import load_compiled as load_compiled
 from .toolchain import CompileError as CompileError
-from .toolchain import captured_stderr as captured_stderr
 from .toolchain import find_compiler as find_compiler
+from .toolchain import start_backends as start_backends

@@ -30,7 +30,7 @@ from .hlo import (
 )
 from .job import Job, job_of, traced
 from .result import Compiled, Memory
-from .toolchain import Program, absent_mesh, captured_stderr, compile_absent, compile_here
+from .toolchain import Program, absent_mesh, compile_absent, compile_here, start_backends
 
 
 @public
@@ -125,16 +125,14 @@ def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Pr
 def _lowered(job: Job, chips: Chips | None) -> Any:
     platforms = {"gpu": "cuda", "tpu": "tpu"}
     platform = platforms[chips.platform] if chips is not None else "cpu"
-    # Tracing may be what starts JAX's backends: with the compilers installed and no accelerator
-    # here, they print that they find none, which is as it should be.
-    with captured_stderr():
-        stepped = traced(job)
-        try:
-            return stepped.lower(lowering_platforms=(platform,))
-        except ValueError as error:
-            if needs_devices(opened(stepped.jaxpr)[0]):
-                raise _NeedsDevices from error
-            raise
+    start_backends()  # quietly; what the user's code prints while it is traced is the user's
+    stepped = traced(job)
+    try:
+        return stepped.lower(lowering_platforms=(platform,))
+    except ValueError as error:
+        if needs_devices(opened(stepped.jaxpr)[0]):
+            raise _NeedsDevices from error
+        raise
 
 
 def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:

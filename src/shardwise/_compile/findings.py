@@ -90,7 +90,8 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
 
 
 def _advice(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Iterator[str]:
-    assert (memory := compiled.memory) is not None
+    memory = compiled.memory
+    assert memory is not None
     capacity = memory.capacity or 0
     if whole:
         yield f"keep the batch split at {whole[0].path} (SW302), by a sharding constraint there"

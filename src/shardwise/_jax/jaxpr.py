@@ -1,4 +1,4 @@
-"""What every walk over a jaxpr needs, whatever the version of JAX."""
+"""Helpers for walking jaxprs, independent of the version of JAX."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .private import equation_frames, open_jaxpr
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr and its constants; in newer JAX an open and a closed one are one class."""
+    """Returns a jaxpr and its constants; newer JAX has one class for open and closed jaxprs."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def is_literal(atom: Any) -> bool:
-    """Returns whether an operand is a constant in place."""
+    """Returns whether an operand is a literal."""
     return hasattr(atom, "val")
 
 
@@ -35,7 +35,7 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
 
 
 def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
-    """Returns the part of a jaxpr that these equations are."""
+    """Returns the part of a jaxpr that consists of these equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
     return open_jaxpr(invars, outvars, eqns, effects, jaxpr)
 
@@ -62,7 +62,7 @@ def call_jaxpr(eqn: Any) -> Any:
 def scan_parts(eqn: Any) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are carried.
 
-    They are told by ranks alone, since the parameters that say so differ between versions of JAX.
+    They are counted by rank alone, since the parameters that say so differ between JAX versions.
     """
     body, _ = opened(eqn.params["jaxpr"])
     kept = sum(
@@ -77,5 +77,5 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
 
 
 def user_line(eqn: Any) -> str:
-    """Returns `file.py:12`, the innermost line of the user's that an equation came from."""
+    """Returns `file.py:12`, the innermost user line that an equation comes from."""
     return users_line(equation_frames(eqn))

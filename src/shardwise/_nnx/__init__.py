@@ -17,4 +17,5 @@ from .paths import show_path as show_path
 from .paths import split_path as split_path
 from .recipe import Recipe as Recipe
 from .recipe import Remat as Remat
+from .recipe import policy_names as policy_names
 from .recipe import remat_policy as remat_policy

@@ -1,4 +1,4 @@
-"""Parallelism by hand: pipelines and ring attention."""
+"""Parallelism written by hand: pipelines and ring attention."""
 
 from .attention import sequence_parallel_attention as sequence_parallel_attention
 from .pipelines import Pipeline as Pipeline

@@ -1,4 +1,4 @@
-"""Attention with the sequence split over a mesh axis: keys and values go round, queries stay."""
+"""Attention with the sequence split over a mesh axis: queries stay, keys and values go round."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def sequence_parallel_attention(
     block: int = 512,
     mesh: AnyMesh | str | None = None,
 ) -> jax.Array:
-    """Returns softmax attention, exact, with the sequence split over `axis` (ring attention).
+    """Returns exact softmax attention with the sequence split over `axis` (ring attention).
 
-    Each device holds the same part of the queries, keys and values. Keys and values go round the
-    ring by `ppermute`; what each device keeps is a running softmax of its own queries. The backward
-    pass goes round once more and recomputes the scores, so that no device ever holds more than its
-    part of anything: memory falls as 1/axis.
+    Each device holds the queries, keys and values of its part of the sequence. Keys and values go
+    round the ring with `ppermute`, while each device keeps a running softmax for its own queries.
+    The backward pass goes round once more and recomputes the scores, so no device ever holds more
+    than its part of anything: memory falls in proportion to the size of the axis.
 
-    Where it runs is where it is called, as for `sw.pipeline`: in the body of a `jax.shard_map` or
-    `sw.simulate` the arrays are this device's own; elsewhere they are whole, and it runs along
-    `axis` of `mesh`, or of the mesh that `jax.set_mesh` has set.
+    As with `sw.pipeline`, where you call it decides where it runs. In the body of a `jax.shard_map`
+    or `sw.simulate` the arrays are this device's shards. Elsewhere they are global, and it runs
+    along `axis` of `mesh`, or of the mesh that `jax.set_mesh` has set.
 
     Args:
         query: `(batch, length, heads, head_dim)`, as in `jax.nn.dot_product_attention`.
         key: `(batch, key_length, key_heads, head_dim)`; `heads` is a multiple of `key_heads`.
-        value: as `key`; its last dim may differ.
-        axis: the mesh axis that splits the length.
-        causal: whether a position sees only itself and what is before it.
-        scale: of the scores; `1/sqrt(head_dim)` by default.
-        block: how many keys are scored at a time, at most; it bounds the memory of the scores.
-        mesh: see above.
+        value: the same shape as `key`, except that its last dim may differ.
+        axis: the mesh axis that splits the sequence.
+        causal: whether a position attends only to itself and earlier positions.
+        scale: the factor of the scores; `1/sqrt(head_dim)` by default.
+        block: the most keys to score at a time, which bounds the memory of the scores.
+        mesh: the mesh to run on; see above.
 
     Raises:
-        ValueError: the shapes do not fit each other or the axis.
+        ValueError: if the shapes do not match each other or the axis.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardwise as sw
@@ -64,18 +64,18 @@ def sequence_parallel_attention(
     """
     _require_shapes(query, key, value, causal)
     if not isinstance(block, int) or block < 1:
-        raise ValueError(f"block is {block!r}: give a number of keys, at least 1")
+        raise ValueError(f"block must be a positive integer, got {block!r}")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     how = Ring(axis, causal, factor, block)
     if in_body(axis):
-        # All three alike for JAX's account of what varies, so that their cotangents are too.
+        # Type all three as varying alike, so that their cotangents do too.
         return _attend(how, *vary((query, key, value), like=(query, key, value), axes=(axis,)))
     found = find_mesh(axis, mesh, "sequence_parallel_attention")
     for name, array in (("query", query), ("key", key)):
         if array.shape[1] % found.shape[axis]:
             raise ValueError(
-                f"the {name} has length {array.shape[1]}, which axis {axis!r} of size "
-                f"{found.shape[axis]} cannot split evenly"
+                f"the {name} has length {array.shape[1]}, which cannot be split evenly over axis "
+                f"{axis!r} of size {found.shape[axis]}"
             )
     spec = P(None, axis)
     run = run_manual(
@@ -93,7 +93,7 @@ def sequence_parallel_attention(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """What is fixed of one attention: the axis, the mask, the scale, and the keys at a time."""
+    """The static settings of one attention: axis, mask, scale, and keys scored at a time."""
 
     axis: str
     causal: bool
@@ -102,20 +102,20 @@ class Ring:
 
     @property
     def devices(self) -> int:
-        """How many devices go round."""
+        """How many devices form the ring."""
         return jax.lax.axis_size(self.axis)
 
     def rotate(self, tree: Any) -> Any:
-        """Returns what the device before held."""
+        """Passes arrays on to the next device, and returns those of the previous one."""
         ring = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ring), tree)
 
     def source(self, steps: Any) -> Any:
-        """Returns whose keys are here after so many steps."""
+        """Returns which device's keys are here after this many steps."""
         return (jax.lax.axis_index(self.axis) - steps) % self.devices
 
     def blocks(self, length: int) -> int:
-        """Returns into how many blocks a device's keys are cut, evenly."""
+        """Returns how many blocks of equal size a device's keys are split into."""
         return next(n for n in range(-(-length // self.block), length + 1) if length % n == 0)
 
     def scores(self, query: Any, keys: Any, first_key: Any) -> Any:
@@ -145,7 +145,7 @@ def _forward(how: Ring, query: Any, key: Any, value: Any) -> Any:
     batch, queries, heads, group, _ = grouped.shape
 
     def add(state: Any, now: Any) -> tuple[Any, None]:
-        """Takes one block of keys into the running softmax."""
+        """Adds one block of keys to the running softmax."""
         top, total, out = state
         keys, values, first_key = now
         scores = how.scores(grouped, keys, first_key)
@@ -174,14 +174,14 @@ def _forward(how: Ring, query: Any, key: Any, value: Any) -> Any:
         step, (state, (key, value)), jnp.arange(1, how.devices, dtype="int32")
     )
     out = out / total[..., None]
-    whole = jnp.moveaxis(out, 3, 1).reshape(*query.shape[:3], -1).astype(query.dtype)
-    return whole, (query, key, value, whole, top + jnp.log(total))
+    out = jnp.moveaxis(out, 3, 1).reshape(*query.shape[:3], -1).astype(query.dtype)
+    return out, (query, key, value, out, top + jnp.log(total))
 
 
 def _backward(how: Ring, kept: Any, cotangent: Any) -> Any:
     query, key, value, out, log_total = kept
     grouped, pulled = _group(query, key), _group(cotangent, key)
-    # What the softmax's normalisation takes back from each score.
+    # The part of each score's gradient that comes from the normalisation of the softmax.
     owed = jnp.sum(cotangent.astype("float32") * out.astype("float32"), axis=-1)
     owed = jnp.moveaxis(_group(owed[..., None], key)[..., 0], 1, 3)
 
@@ -198,7 +198,7 @@ def _backward(how: Ring, kept: Any, cotangent: Any) -> Any:
     def visit(to_query: Any, keys: Any, values: Any, steps: Any) -> Any:
         to_query, parts = jax.lax.scan(pull, to_query, _in_blocks(how, keys, values, steps))
         return to_query, tuple(
-            _whole(part, like) for part, like in zip(parts, (keys, values), strict=True)
+            _joined(part, like) for part, like in zip(parts, (keys, values), strict=True)
         )
 
     to_query = vary(jnp.zeros(grouped.shape, "float32"), like=(query, key, value))
@@ -214,7 +214,7 @@ def _backward(how: Ring, kept: Any, cotangent: Any) -> Any:
     (to_query, to_pair, _), _ = jax.lax.scan(
         step, (to_query, to_pair, (key, value)), jnp.arange(1, how.devices, dtype="int32")
     )
-    to_key, to_value = how.rotate(to_pair)  # home
+    to_key, to_value = how.rotate(to_pair)  # the last hop brings them home
     return (
         to_query.reshape(query.shape).astype(query.dtype),
         to_key.astype(key.dtype),
@@ -226,7 +226,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _group(query: Any, key: Any) -> Any:
-    """Returns queries by the key head that they share: `(batch, queries, key_heads, group, dim)`."""
+    """Returns queries grouped by key head: `(batch, queries, key_heads, group, dim)`."""
     batch, length, heads, dim = query.shape
     return query.reshape(batch, length, key.shape[2], heads // key.shape[2], dim)
 
@@ -243,7 +243,7 @@ def _in_blocks(how: Ring, keys: Any, values: Any, steps: Any) -> tuple[Any, Any,
     return cut(keys), cut(values), first
 
 
-def _whole(parts: Any, like: Any) -> Any:
+def _joined(parts: Any, like: Any) -> Any:
     return jnp.moveaxis(parts, 0, 1).reshape(like.shape)
 
 
@@ -251,7 +251,7 @@ def _require_shapes(query: Any, key: Any, value: Any, causal: bool) -> None:
     for name, array in (("query", query), ("key", key), ("value", value)):
         if jnp.ndim(array) != 4:
             raise ValueError(
-                f"the {name} has shape {jnp.shape(array)}: give (batch, length, heads, head_dim)"
+                f"the {name} has shape {jnp.shape(array)}, expected (batch, length, heads, head_dim)"
             )
     if key.shape[:3] != value.shape[:3]:
         raise ValueError(
@@ -261,10 +261,10 @@ def _require_shapes(query: Any, key: Any, value: Any, causal: bool) -> None:
         raise ValueError(f"query {query.shape} and key {key.shape} differ in batch or head_dim")
     if query.shape[2] % key.shape[2]:
         raise ValueError(
-            f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads evenly"
+            f"{query.shape[2]} query heads cannot be divided evenly among {key.shape[2]} key heads"
         )
     if causal and query.shape[1] != key.shape[1]:
         raise ValueError(
-            f"causal attention is of one sequence, but the query has length {query.shape[1]} and "
-            f"the key {key.shape[1]}"
+            f"causal attention needs one sequence, but the query has length {query.shape[1]} and "
+            f"the key has length {key.shape[1]}"
         )

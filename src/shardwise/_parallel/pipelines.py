@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a stack of alike blocks, split depth-wise over a mesh axis."""
+"""Pipeline parallelism: a stack of identical blocks, split by depth over a mesh axis."""
 
 from __future__ import annotations
 
@@ -33,31 +33,33 @@ def pipeline(
 ) -> Pipeline:
     """Returns a function of a batch that runs `stack` with its depth split over `axis`.
 
-    Each device along the axis is a stage: it holds its part of the depth, works on one microbatch
-    at a tick and hands it on by `ppermute`. The result equals the unsplit stack's, in value and
-    gradient, and is the same on all stages.
+    Each device along the axis is a stage. It holds its part of the layers, works on one microbatch
+    per tick, and passes it on with `ppermute`. Values and gradients equal those of the plain
+    stack, and the result is the same on all stages.
 
-    Where it runs is where it is called. In the body of a `jax.shard_map` or `sw.simulate` that has
-    the axis, `stack` and the batch are this device's own, and other axes are the body's to use.
-    Elsewhere they are whole, and it runs along `axis` of `mesh` (real devices, or simulated ones if
-    the mesh has none) or of the mesh that `jax.set_mesh` has set; other axes stay the compiler's.
+    Where you call it decides where it runs. In the body of a `jax.shard_map` or `sw.simulate` that
+    has the axis, `stack` and the batch are this device's shards, and the body may use the other
+    axes as it likes. Elsewhere they are global arrays, and the pipeline runs along `axis` of `mesh`
+    (on real devices, or simulated if the mesh is abstract) or of the mesh that `jax.set_mesh` has
+    set; other axes are left to the compiler.
 
     Args:
-        stack: blocks alike in all but their numbers, each of which maps its input to an output of
-            the same shapes and dtypes and changes no state: one module whose arrays are stacked
-            along a leading dim (as `nnx.vmap` makes them), or a sequence of modules.
+        stack: blocks that differ only in the values of their arrays. Each maps its input to an
+            output of the same shapes and dtypes and changes no state. Either one module whose
+            arrays are stacked along a leading dim (as `nnx.vmap` makes them), or a sequence of
+            modules.
         axis: the mesh axis of the stages.
-        microbatches: into how many parts the batch (dim 0 of each array) is cut.
-        schedule: `"gpipe"`: each stage holds a run of neighbouring layers, `P(axis)` of the stack.
-            `"circular"`: each holds several shorter runs and microbatches go round several times,
-            which divides the bubble by the number of rounds. The stack has then two leading dims,
-            rounds and layers of a round, and the second is split: `P(None, axis)`.
-        rounds: for the circular schedule, where `stack` is whole and has one leading dim or is a
-            sequence: the number of rounds to fold it into.
-        mesh: see above.
+        microbatches: how many microbatches the batch (dim 0 of each array) is split into.
+        schedule: `"gpipe"`: each stage holds consecutive layers, `P(axis)` of the stack.
+            `"circular"`: each stage holds several shorter runs of layers and microbatches go round
+            several times, which divides the bubble by the number of rounds. The stack then has two
+            leading dims, rounds and layers per round, and the second is split: `P(None, axis)`.
+        rounds: for the circular schedule, the number of rounds to fold a global `stack` into if it
+            has one leading dim or is a sequence.
+        mesh: the mesh to run on; see above.
 
     Raises:
-        ValueError: the stack, the batch and the schedule do not fit each other.
+        ValueError: if the stack, the batch and the schedule do not match.
 
     Example:
         >>> import jax.numpy as jnp, shardwise as sw
@@ -74,9 +76,9 @@ def pipeline(
         9 ticks, 3 of them idle on each stage: bubble 50.0% of the work
     """
     if schedule not in _SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}: it is one of {', '.join(_SCHEDULES)}")
+        raise ValueError(f"schedule must be one of {', '.join(_SCHEDULES)}, got {schedule!r}")
     if schedule == "gpipe" and rounds is not None:
-        raise ValueError("rounds belong to schedule='circular': gpipe has one")
+        raise ValueError("rounds applies only to schedule='circular': gpipe has one round")
     graphdef, state = _stacked(stack, rounds)
     return Pipeline(graphdef, state, axis, microbatches, schedule, rounds, mesh)
 
@@ -84,7 +86,7 @@ def pipeline(
 @public
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pipeline:
-    """A stack that is ready to run as a pipeline: call it with a batch. See `pipeline`."""
+    """A stack that runs as a pipeline: call it with a batch. See `pipeline`."""
 
     graphdef: Any
     state: Any
@@ -98,25 +100,25 @@ class Pipeline:
         """Returns the stack's output for a batch.
 
         Args:
-            batch: an array, or a pytree of them, that the first block takes; dim 0 is cut.
+            batch: the input of the first block, an array or a pytree of arrays; dim 0 is split.
             *extras: further arguments, the same for every block and microbatch.
         """
         if in_body(self.axis):
             if self.rounds is not None:
                 raise ValueError(
-                    "rounds folds a whole stack, but in a body the stack is this device's part: "
-                    "fold it before, as (rounds, layers of a round, ...) under P(None, axis)"
+                    "rounds folds a global stack, but in a body the stack is this device's shard: "
+                    "fold it first, to (rounds, layers per round, ...) under P(None, axis)"
                 )
             return self._run(self.state, batch, extras)
         found = find_mesh(self.axis, self.mesh, "a pipeline")
         timetable, depth = self._timetable(found.shape[self.axis]), self._depth()
         if depth[-1] % timetable.stages:
             raise ValueError(
-                f"{depth[-1]} layers{' of a round' if len(depth) > 1 else ''} cannot be split over "
-                f"{timetable.stages} stages: give a multiple"
+                f"{depth[-1]} layers{' per round' if len(depth) > 1 else ''} cannot be split over "
+                f"{timetable.stages} stages: use a multiple of {timetable.stages}"
             )
         self._cut(batch)
-        # Trailing dims may be split over other axes, which are not this body's.
+        # Trailing dims may be split over other axes, which this body does not see.
         spec = P(self.axis) if self.schedule == "gpipe" else P(None, self.axis)
         run = run_manual(
             self._run,
@@ -129,7 +131,7 @@ class Pipeline:
         return run(self.state, batch, extras)
 
     def __repr__(self) -> str:
-        """Returns what it splits, and how."""
+        """Returns the layers, the axis, the microbatches and the schedule."""
         layers = " × ".join(map(str, self._depth()))
         return (
             f"Pipeline({layers} layers over axis {self.axis!r}, "
@@ -140,7 +142,7 @@ class Pipeline:
         """Returns which microbatch each stage works on at each tick, and the bubble.
 
         Args:
-            stages: the size of the axis; by default that of the body's or the given mesh.
+            stages: the size of the axis; by default its size on the current mesh or on `mesh`.
         """
         if stages is not None:
             return self._timetable(stages)
@@ -156,7 +158,7 @@ class Pipeline:
         return self.schedule == "circular"
 
     def _depth(self) -> tuple[int, ...]:
-        """Returns the stack's leading dims: layers, or rounds and layers of a round."""
+        """Returns the stack's leading dims: layers, or rounds and layers per round."""
         wanted = 2 if self._is_circular else 1
         leaves = jax.tree_util.tree_leaves_with_path(self.state)
         depths = {path: leaf.shape[:wanted] for path, leaf in leaves}
@@ -165,21 +167,22 @@ class Pipeline:
             if depth != first or len(depth) < wanted:
                 raise ValueError(
                     f"{dotted(path)} has leading dims {depth}, but others have {first}: all arrays "
-                    f"of a stack start with {'(rounds, layers)' if wanted == 2 else '(layers,)'}"
+                    f"of a stack must have the same leading dims, "
+                    f"{'(rounds, layers)' if wanted == 2 else '(layers,)'}"
                 )
         return first
 
     def _cut(self, batch: Any) -> Any:
-        """Returns the batch as microbatches."""
+        """Returns the batch split into microbatches."""
         count = self.microbatches
 
         def cut(path: Any, leaf: Any) -> Any:
             if jnp.ndim(leaf) == 0 or leaf.shape[0] % count:
-                size = leaf.shape[0] if jnp.ndim(leaf) else "none"
+                size = leaf.shape[0] if jnp.ndim(leaf) else "no"
                 name = f"batch.{dotted(path)}" if path else "batch"
                 raise ValueError(
-                    f"{name} has {size} rows, which {count} microbatches cannot split evenly: "
-                    f"give a multiple of {count}"
+                    f"{name} has {size} rows, which cannot be split evenly into {count} "
+                    f"microbatches: use a multiple of {count}"
                 )
             return jnp.reshape(leaf, (count, leaf.shape[0] // count, *leaf.shape[1:]))
 
@@ -195,7 +198,7 @@ class Pipeline:
         stage = jax.lax.axis_index(axis)
         fresh = vary(self._cut(batch), axes=(axis,))
         is_first, is_last = stage == 0, stage == stages - 1
-        # Round the ring only where a microbatch comes again.
+        # The ring is closed only if microbatches go round more than once.
         ring = [(s, (s + 1) % stages) for s in range(stages - (timetable.rounds == 1))]
 
         def tick(received: Any, now: Any) -> tuple[Any, Any]:
@@ -205,16 +208,16 @@ class Pipeline:
             new = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, microbatch, 0, False), fresh
             )
-            given = jax.tree.map(lambda a, b: jnp.where(enters, a, b), new, received)
+            value = jax.tree.map(lambda a, b: jnp.where(enters, a, b), new, received)
             part = state
             if self._is_circular:
                 part = jax.tree.map(
                     lambda p: jax.lax.dynamic_index_in_dim(p, round_, 0, False), state
                 )
-            out = _through(self.graphdef, part, given, extras)
+            out = _through(self.graphdef, part, value, extras)
             return jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), out), out
 
-        # Idle stages work on real data too, so that what they compute in vain is finite.
+        # Idle stages compute on real data too, so that their unused results stay finite.
         start = jax.tree.map(lambda x: x[0], fresh)
         _, outs = jax.lax.scan(tick, start, jnp.arange(timetable.ticks, dtype="int32"))
         done = [
@@ -231,39 +234,39 @@ class Pipeline:
         return jax.tree.map(collect, outs)
 
 
-def _through(graphdef: Any, state: Any, given: Any, extras: tuple[Any, ...]) -> Any:
-    """Returns what a stage's own layers make of a microbatch."""
+def _through(graphdef: Any, state: Any, microbatch: Any, extras: tuple[Any, ...]) -> Any:
+    """Returns the output of a stage's own layers for a microbatch."""
 
     def layer(value: Any, part: Any) -> tuple[Any, None]:
-        before = jax.tree_util.tree_leaves_with_path(part)  # the block shares and changes `part`
+        before = jax.tree_util.tree_leaves_with_path(part)  # the block may change `part` in place
         block = nnx.merge(graphdef, part)
         out = block(value, *extras)
         _require_same(value, out)
         _require_pure(block, graphdef, before)
         return vary(out, like=value), None
 
-    return jax.lax.scan(layer, given, state)[0]
+    return jax.lax.scan(layer, microbatch, state)[0]
 
 
-def _require_same(given: Any, out: Any) -> None:
-    """Refuses a block whose output cannot be the next one's input."""
-    before, after = (jax.tree.map(_describe, tree) for tree in (given, out))
+def _require_same(value: Any, out: Any) -> None:
+    """Rejects a block whose output cannot be the next block's input."""
+    before, after = (jax.tree.map(_describe, tree) for tree in (value, out))
     if before != after:
         raise ValueError(
-            f"a block of the pipeline maps {before} to {after}: its output must be as its input, "
+            f"a block of the pipeline maps {before} to {after}: its output must match its input, "
             f"since it is the next block's input"
         )
 
 
 def _require_pure(block: Any, graphdef: Any, before: list[Any]) -> None:
-    """Refuses a block that changes its own state, which would be lost."""
+    """Rejects a block that changes its own state, which would be lost."""
     new_graphdef, new = nnx.split(block)
     for (path, old), now in zip(before, jax.tree.leaves(new), strict=False):
         if old is not now:
             raise ValueError(
-                f"a block of the pipeline changes its {dotted(path)}, which would be lost: stages "
-                f"run many microbatches at once. Make it deterministic, or pass what it needs with "
-                f"the batch"
+                f"a block of the pipeline changes its {dotted(path)}, and the change would be lost: "
+                f"stages run many microbatches at once. Make it deterministic, or pass what it "
+                f"needs with the batch"
             )
     if new_graphdef != graphdef:
         raise ValueError(
@@ -272,7 +275,7 @@ def _require_pure(block: Any, graphdef: Any, before: list[Any]) -> None:
 
 
 def _stacked(stack: Any, rounds: int | None) -> tuple[Any, Any]:
-    """Returns the graphdef of one block, and the state of all."""
+    """Returns the graphdef of one block, and the stacked state of all."""
     if isinstance(stack, nnx.Sequential):
         stack = stack.layers
     if isinstance(stack, nnx.Module) and not isinstance(stack, nnx.List):
@@ -281,7 +284,7 @@ def _stacked(stack: Any, rounds: int | None) -> tuple[Any, Any]:
         graphdef, state = _stack_up(list(stack))
     else:
         raise ValueError(
-            f"a pipeline takes a stacked nnx.Module or a sequence of them, got a "
+            f"a pipeline takes a stacked nnx.Module or a sequence of modules, got "
             f"{type(stack).__name__}"
         )
     if not jax.tree.leaves(state):
@@ -302,15 +305,17 @@ def _stack_up(blocks: list[Any]) -> tuple[Any, Any]:
         raise ValueError("the stack is empty: give at least one block")
     for i, block in enumerate(blocks):
         if not isinstance(block, nnx.Module):
-            raise ValueError(f"block {i} of the stack is a {type(block).__name__}, no nnx.Module")
+            raise ValueError(
+                f"block {i} of the stack must be an nnx.Module, got {type(block).__name__}"
+            )
     parts = [nnx.split(block) for block in blocks]
     graphdef, first = parts[0]
     shapes = jax.tree.map(_describe, first)
     for i, (other, state) in enumerate(parts):
         if other != graphdef or jax.tree.map(_describe, state) != shapes:
             raise ValueError(
-                f"block {i} of the stack is not like block 0: a pipeline's blocks differ in their "
-                f"numbers only"
+                f"block {i} of the stack differs from block 0: the blocks of a pipeline may differ "
+                f"only in the values of their arrays"
             )
     return graphdef, jax.tree.map(lambda *leaves: jnp.stack(leaves), *(s for _, s in parts))
 

@@ -1,4 +1,4 @@
-"""Which microbatch each stage of a pipeline works on, tick by tick, and how long it stands idle."""
+"""Which microbatch each stage of a pipeline works on, tick by tick, and how long it is idle."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MOST_TICKS = 40
 
 
 def slot(item: Any, stages: int, rounds: int) -> tuple[Any, Any]:
-    """Returns the microbatch and the round of a stage's n-th piece of work.
+    """Returns the microbatch and the round of a stage's n-th work item.
 
-    Microbatches go round in groups of as many as there are stages: what leaves the last stage is
-    needed by the first on the very next tick. Works on numbers and on traced arrays alike.
+    Microbatches go round in groups of as many as there are stages: the first stage needs what
+    leaves the last one on the very next tick. Works on numbers and on traced arrays alike.
     """
     group, within = item // (stages * rounds), item % stages
     return group * stages + within, (item // stages) % rounds
@@ -23,11 +23,11 @@ def slot(item: Any, stages: int, rounds: int) -> tuple[Any, Any]:
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timetable:
-    """The work of a pipeline. Prints as a grid of stages and ticks.
+    """The schedule of a pipeline. Prints as a grid of stages and ticks.
 
     Attributes:
         stages: the size of the pipeline's axis.
-        microbatches: how many parts the batch is cut into.
+        microbatches: how many microbatches the batch is split into.
         rounds: how often each microbatch goes through all stages: 1 for GPipe.
     """
 
@@ -36,21 +36,21 @@ class Timetable:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        """Refuses what the schedule cannot run."""
+        """Rejects counts that the schedule cannot run."""
         for word in ("stages", "microbatches", "rounds"):
             count = getattr(self, word)
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"{word} is {count!r}: give a number of at least 1")
+                raise ValueError(f"{word} must be a positive integer, got {count!r}")
         if self.rounds > 1 and self.microbatches % self.stages:
             raise ValueError(
                 f"{self.microbatches} microbatches cannot go round {self.stages} stages: the "
-                f"circular schedule takes a multiple of {self.stages}, such as "
+                f"circular schedule needs a multiple of {self.stages}, such as "
                 f"{-(-self.microbatches // self.stages) * self.stages}"
             )
 
     @property
     def ticks(self) -> int:
-        """How many ticks the whole takes."""
+        """How many ticks the pipeline takes in total."""
         return self.microbatches * self.rounds + self.stages - 1
 
     def at(self, tick: int, stage: int) -> tuple[int, int] | None:
@@ -62,13 +62,13 @@ class Timetable:
 
     @property
     def bubble(self) -> float:
-        """Idle ticks for each tick of work, counted on the grid; theory says (S-1)/(M·R)."""
+        """Idle ticks per tick of work, counted on the grid; theory says (S-1)/(M·R)."""
         cells = [self.at(t, s) for t in range(self.ticks) for s in range(self.stages)]
         idle = cells.count(None)
         return idle / (len(cells) - idle)
 
     def __str__(self) -> str:
-        """Returns the grid: microbatch numbers, with the round as a letter where there are several."""
+        """Returns the grid of microbatch numbers, with a letter per round if there are several."""
         ticks = range(min(self.ticks, _MOST_TICKS))
         width = max(len(self._cell(t, s)) for t in ticks for s in range(self.stages))
         more = f" … {self.ticks - _MOST_TICKS} more" if self.ticks > _MOST_TICKS else ""

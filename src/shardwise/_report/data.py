@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .._check import Finding, alike
+from .._check import Finding, group_similar
 from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import padded, show_spec
@@ -28,7 +28,7 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
             "capacity": plan.capacity,
             "whole": plan.compiled is not None,
         },
-        "findings": [_finding_row(group) for group in alike(found)],
+        "findings": [_finding_row(group) for group in group_similar(found)],
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),
     }

@@ -1,4 +1,4 @@
-"""shard_map on one device."""
+"""Simulation of `shard_map` on one device."""
 
 from .body import cast as cast
 from .body import varying as varying

@@ -1,4 +1,4 @@
-"""Where simulated devices differ though they should not, by how much, and how that is told."""
+"""Finds simulated devices that disagree where they should agree, and reports by how much."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from .._check import Finding, Findings, make_finding
 from .._mesh import Axes, show_spec, spec_axes
-from .held import Held, is_traced
+from .stacked import Stacked, is_traced
 
-# Devices that add up the same numbers in another order differ by rounding; that is no mistake.
+# Devices that add the same numbers in a different order differ by rounding, which is not an error.
 _ROUNDING, _ROUNDING_OF_FEW_BITS = 32, 1.5
 
 
@@ -25,11 +25,11 @@ class Difference:
     """Two devices that hold different values.
 
     Attributes:
-        axes: the axes along which devices differ.
+        axes: the mesh axes along which devices differ.
         devices: the coordinates of the two that differ most.
         values: what they hold at `index`.
-        index: where in the local array.
-        size: the largest difference, or None where it is no number.
+        index: the position in the local array.
+        size: the largest difference, or None if it is not finite.
     """
 
     axes: Axes
@@ -39,13 +39,13 @@ class Difference:
     size: float | None
 
 
-def find_difference(value: Any, held_axes: Axes, axes: Axes) -> Difference | None:
+def find_difference(value: Any, device_axes: Axes, axes: Axes) -> Difference | None:
     """Returns the largest difference between devices along `axes`, or None if they agree.
 
     Args:
-        value: what the devices hold, a dim for each of `held_axes` first.
-        held_axes: the axes of those dims.
-        axes: those along which all should be the same.
+        value: the stacked values, with one leading dim for each of `device_axes`.
+        device_axes: the mesh axes of the leading dims.
+        axes: the axes along which all devices should agree.
     """
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         value = jax.random.key_data(value)
@@ -58,7 +58,7 @@ def find_difference(value: Any, held_axes: Axes, axes: Axes) -> Difference | Non
     differing: list[str] = []
     worst = 0.0, "", ()
     for axis in axes:
-        off = _from_first(array, wide, held_axes.index(axis))
+        off = _from_first(array, wide, device_axes.index(axis))
         at = np.unravel_index(int(np.argmax(off)), off.shape) if off.size else ()
         if at and off[at] > tolerance:
             differing.append(axis)
@@ -67,11 +67,11 @@ def find_difference(value: Any, held_axes: Axes, axes: Axes) -> Difference | Non
         return None
     size, axis, other = worst
     first = list(other)
-    first[held_axes.index(axis)] = 0
-    ndim = len(held_axes)
+    first[device_axes.index(axis)] = 0
+    ndim = len(device_axes)
     return Difference(
         tuple(differing),
-        (dict(zip(held_axes, first, strict=False)), dict(zip(held_axes, other, strict=False))),
+        (dict(zip(device_axes, first, strict=False)), dict(zip(device_axes, other, strict=False))),
         (array[tuple(first)], array[other]),
         other[ndim:],
         size if np.isfinite(size) else None,
@@ -79,7 +79,7 @@ def find_difference(value: Any, held_axes: Axes, axes: Axes) -> Difference | Non
 
 
 def show_difference(difference: Difference) -> str:
-    """Returns the two devices, what they hold and where, in words."""
+    """Returns a sentence that names the two devices, what they hold and where."""
     one, two = (_show_device(d) for d in difference.devices)
     a, b = (_show_value(v) for v in difference.values)
     where = f" at index {difference.index}" if difference.index else ""
@@ -88,48 +88,48 @@ def show_difference(difference: Difference) -> str:
 
 
 class AgreementCheck:
-    """What the devices of one call must agree on, looked at as soon as there are values."""
+    """Checks what the devices of one call must agree on, as soon as the values are known."""
 
     def __init__(self, mesh: str, eager: bool):
-        """Keeps how the mesh is shown, and whether values are there when the call returns."""
+        """Takes the mesh as text, and whether the call runs eagerly rather than under a trace."""
         self._mesh, self._eager = mesh, eager
         self._found: dict[tuple[str, str], Finding] = {}
         self._waits = False
 
-    def outputs(self, path: str, spec: P, held: Held) -> None:
+    def outputs(self, path: str, spec: P, stacked: Stacked) -> None:
         """Compares an output along the axes that its spec leaves out (SW501)."""
-        axes = axes_left_out(held.axes, spec)
+        axes = axes_left_out(stacked.axes, spec)
         if axes:
-            self._look(held, functools.partial(self._not_same, path, spec, axes, held.axes))
+            self._look(stacked, functools.partial(self._not_same, path, spec, axes, stacked.axes))
 
-    def ways(self, held: Held, axes: Axes, line: str) -> None:
-        """Compares a predicate along the axes that devices wait for each other over (SW503)."""
-        self._look(held, functools.partial(self._split_ways, axes, held.axes, line))
+    def ways(self, stacked: Stacked, axes: Axes, line: str) -> None:
+        """Compares a predicate along the axes over which devices wait for each other (SW503)."""
+        self._look(stacked, functools.partial(self._split_ways, axes, stacked.axes, line))
 
-    def findings(self, outs: Sequence[Held]) -> list[Finding]:
-        """Returns what was found, once `outs` are there."""
+    def findings(self, outs: Sequence[Stacked]) -> list[Finding]:
+        """Waits for `outs` where needed, then returns what was found."""
         if self._waits:
             jax.block_until_ready([out.value for out in outs])
             jax.effects_barrier()
         return list(self._found.values())
 
-    def _look(self, held: Held, judge: Callable[[Any], Finding | None]) -> None:
-        if not is_traced(held.value):
-            self._keep(judge(held.value))
-        elif self._eager:  # within a loop: the values come, but not to us
+    def _look(self, stacked: Stacked, judge: Callable[[Any], Finding | None]) -> None:
+        if not is_traced(stacked.value):
+            self._keep(judge(stacked.value))
+        elif self._eager:  # inside a loop: the values exist only at run time
             self._waits = True
-            jax.debug.callback(lambda value: self._keep(judge(value)), held.value)
+            jax.debug.callback(lambda value: self._keep(judge(value)), stacked.value)
         else:
-            jax.debug.callback(lambda value: _raise(judge(value)), held.value)
+            jax.debug.callback(lambda value: _raise(judge(value)), stacked.value)
 
     def _keep(self, finding: Finding | None) -> None:
         if finding is not None:
             self._found.setdefault((finding.code, finding.path), finding)
 
     def _not_same(
-        self, path: str, spec: P, axes: Axes, held_axes: Axes, value: Any
+        self, path: str, spec: P, axes: Axes, device_axes: Axes, value: Any
     ) -> Finding | None:
-        difference = find_difference(value, held_axes, axes)
+        difference = find_difference(value, device_axes, axes)
         if difference is None:
             return None
         missing = " and ".join(difference.axes)
@@ -137,28 +137,29 @@ class AgreementCheck:
             "SW501",
             path,
             f"{show_spec(spec)} says that all devices along axis {_quoted(difference.axes)} hold the "
-            f"same, but {show_difference(difference)}",
+            f"same value, but {show_difference(difference)}",
             f"name {missing} in out_specs, or make them agree: psum, pmean or pmax over it",
-            f"local shape {tuple(value.shape[len(held_axes) :])}  mesh {self._mesh}",
+            f"local shape {tuple(value.shape[len(device_axes) :])}  mesh {self._mesh}",
         )
 
-    def _split_ways(self, axes: Axes, held_axes: Axes, line: str, value: Any) -> Finding | None:
-        difference = find_difference(value, held_axes, axes)
+    def _split_ways(self, axes: Axes, device_axes: Axes, line: str, value: Any) -> Finding | None:
+        difference = find_difference(value, device_axes, axes)
         if difference is None:
             return None
         return make_finding(
             "SW503",
             line,
-            f"devices along axis {_quoted(difference.axes)} go different ways at a cond or while_loop "
-            f"with a collective inside that they must all reach: {show_difference(difference)}",
-            "real devices would wait for each other for ever: move the collective out, or decide by "
-            "a value that is the same on all of them",
+            f"devices along axis {_quoted(difference.axes)} take different branches of a cond or "
+            f"while_loop that contains a collective they must all reach: "
+            f"{show_difference(difference)}",
+            "real devices would deadlock: move the collective out, or branch on a value that is "
+            "the same on all of them",
             f"mesh {self._mesh}",
         )
 
 
-def unproven(path: str, spec: P, varying: Axes, held: Held, mesh: str) -> Finding | None:
-    """Returns SW502 where devices agree along an axis but JAX takes the value to vary along it."""
+def unproven(path: str, spec: P, varying: Axes, stacked: Stacked, mesh: str) -> Finding | None:
+    """Returns SW502 if devices agree along an axis but JAX considers the value varying along it."""
     axes = axes_left_out(varying, spec)
     if not axes:
         return None
@@ -166,9 +167,9 @@ def unproven(path: str, spec: P, varying: Axes, held: Held, mesh: str) -> Findin
         "SW502",
         path,
         f"{show_spec(spec)} leaves out axis {_quoted(axes)}, along which the devices agree here, but "
-        f"JAX cannot prove it and will refuse",
-        "give jax.shard_map check_vma=False, or end with a psum, pmean or pmax over it",
-        f"local shape {held.local_shape}  mesh {mesh}",
+        f"JAX cannot prove it and will raise an error",
+        "pass check_vma=False to jax.shard_map, or end with a psum, pmean or pmax over it",
+        f"local shape {stacked.local_shape}  mesh {mesh}",
     )
 
 
@@ -187,7 +188,7 @@ def _quoted(axes: Axes) -> str:
 
 
 def _from_first(array: np.ndarray, wide: np.ndarray, dim: int) -> np.ndarray:
-    """Returns how far each device is from the first along `dim`: infinitely, where one has NaN."""
+    """Returns how far each device is from the first along `dim`: infinity where only one is NaN."""
     first, wide_first = np.take(array, [0], axis=dim), np.take(wide, [0], axis=dim)
     with np.errstate(invalid="ignore"):
         off = np.abs(wide - wide_first)

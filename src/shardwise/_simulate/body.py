@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._jax import opened
 from .._mesh import Axes
-from .held import Held, Sizes, in_order, split
+from .stacked import Sizes, Stacked, in_order, split
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,8 +22,8 @@ class Setting:
 
     Attributes:
         mesh: all axes and their sizes.
-        manual: the axes whose devices the body sees, in the mesh's order.
-        typed: whether JAX keeps track of the axes along which values vary (`check_vma`).
+        manual: the manual axes, over which the body can communicate, in the mesh's order.
+        typed: whether JAX tracks the axes along which values vary (`check_vma`).
     """
 
     mesh: AbstractMesh
@@ -41,10 +41,11 @@ class Body:
     """A traced body.
 
     Attributes:
-        jaxpr: of local values; its inputs are the closed-over arrays, then the arguments.
+        jaxpr: the program on local values; its inputs are the closed-over arrays, then the
+            arguments.
         consts: the closed-over arrays.
-        out_tree: the structure of what it returns.
-        out_varying: for each output, the axes along which JAX takes it to vary.
+        out_tree: the structure of what the body returns.
+        out_varying: for each output, the axes along which JAX considers it varying.
     """
 
     jaxpr: Any
@@ -54,18 +55,18 @@ class Body:
 
 
 def plain_mesh(mesh: Any) -> AbstractMesh:
-    """Returns the axes of any mesh, without devices and all Auto."""
+    """Returns an abstract mesh with the axes of `mesh`, all of them Auto."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     return AbstractMesh(tuple(mesh.shape.values()), tuple(mesh.axis_names), axis_types=types)
 
 
 def varying(aval: Any) -> frozenset[str]:
-    """Returns the axes along which JAX takes a value to vary."""
+    """Returns the axes along which JAX considers a value varying."""
     return aval.manual_axis_type.varying
 
 
 def cast(x: Any, axes: Iterable[str]) -> Any:
-    """Returns `x` typed as varying along `axes` too."""
+    """Returns `x` typed as also varying along `axes`."""
     more = tuple(sorted(set(axes) - varying(jax.typeof(x))))
     return jax.lax.pcast(x, more, to="varying") if more else x
 
@@ -73,14 +74,14 @@ def cast(x: Any, axes: Iterable[str]) -> Any:
 def trace_body(
     fn: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[P], setting: Setting
 ) -> Body:
-    """Returns the traced body of `jax.shard_map(fn, in_specs=specs)` of global arrays."""
+    """Returns the traced body of `jax.shard_map(fn, in_specs=specs)` for these global arrays."""
     found: dict[str, Any] = {}
 
     def local(*leaves: Any) -> list[Any]:
         flat, found["tree"] = jax.tree.flatten(fn(*leaves))
         flat = [jnp.asarray(out) for out in flat]
         found["varying"] = [in_order(varying(jax.typeof(out)), setting.sizes) for out in flat]
-        # With a dim of its own for the devices any output can be returned, whatever it varies along.
+        # A leading dim for the devices lets any output be returned, whatever it varies along.
         return [out[None] for out in flat]
 
     mapped = jax.shard_map(
@@ -91,7 +92,7 @@ def trace_body(
         axis_names=set(setting.manual),
         check_vma=setting.typed,
     )
-    # A mesh that the caller has set, with axes of other types, is none of the simulation's business.
+    # A mesh that the caller has set, with axes of other types, must not affect the simulation.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         closed = jax.make_jaxpr(mapped)(*(_shape(a) for a in arrays))
     outer, outer_consts = opened(closed)
@@ -105,30 +106,31 @@ def trace_body(
 
 
 def trace_local(
-    fn: Callable[..., Any], held: Sequence[Held], declared: Sequence[Axes], setting: Setting
+    fn: Callable[..., Any], stacked: Sequence[Stacked], declared: Sequence[Axes], setting: Setting
 ) -> Body:
-    """Returns the traced body of a function of what the devices hold.
+    """Returns the traced body of a function of stacked values.
 
     Args:
-        fn: of local values.
-        held: what the devices hold.
-        declared: for each, the axes along which JAX takes it to vary: more than it does, perhaps.
+        fn: a function of local values.
+        stacked: the stacked arguments.
+        declared: for each, the axes along which JAX considers it varying, which may be more than
+            those along which it really does.
         setting: the mesh.
     """
 
     def local(*leaves: Any) -> Any:
         args = []
-        for leaf, h, axes in zip(leaves, held, declared, strict=True):
-            leaf = leaf.reshape(h.local_shape)
+        for leaf, s, axes in zip(leaves, stacked, declared, strict=True):
+            leaf = leaf.reshape(s.local_shape)
             args.append(cast(leaf, axes) if setting.typed else leaf)
         return fn(*args)
 
-    return trace_body(local, [h.value for h in held], [P(*h.axes) for h in held], setting)
+    return trace_body(local, [s.value for s in stacked], [P(*s.axes) for s in stacked], setting)
 
 
-def as_arguments(held: Sequence[Held], sizes: Sizes) -> list[Held]:
-    """Returns held values as the body of `trace_local` takes them."""
-    return [split(h.value, P(*h.axes), sizes) for h in held]
+def as_arguments(stacked: Sequence[Stacked], sizes: Sizes) -> list[Stacked]:
+    """Returns stacked values in the form that the body of `trace_local` takes."""
+    return [split(s.value, P(*s.axes), sizes) for s in stacked]
 
 
 def _shape(array: Any) -> jax.ShapeDtypeStruct:

@@ -13,10 +13,10 @@ import numpy as np
 
 from .._jax import opened, sub_jaxprs
 from .._mesh import Axes
-from .held import Held, Sizes, gather_axes, in_order, product, scatter_axes, spread
+from .stacked import Sizes, Stacked, gather_axes, in_order, product, scatter_axes, spread
 
-# JAX has several primitives for one collective: by what it knows of the operand and the result
-# (invariant, reduced, unreduced), and by whether it is waited for at once (start).
+# JAX has several primitives for one collective, depending on the types of operand and result
+# (invariant, reduced, unreduced) and on whether it is asynchronous (start).
 _KINDS = {
     "psum": "psum",
     "psum_invariant": "psum",
@@ -35,7 +35,7 @@ _KINDS = {
     "pbroadcast": "pbroadcast",
     "pbroadcast_dynamic": "pbroadcast",
 }
-# They change what JAX knows of a value, and not the value.
+# These change the type of a value, not the value itself.
 CASTS = frozenset(
     {
         "pvary",
@@ -48,7 +48,7 @@ CASTS = frozenset(
         *(f"{name}_done" for name in ("ppermute", "pbroadcast")),
     }
 )
-# No axis of a mesh has a blank in its name.
+# These names contain spaces so that no mesh axis can clash with them.
 _GROUP, _MEMBER = "group of devices", "member of a group"
 UNKNOWN = frozenset({"ragged_all_to_all", "psend", "precv", "call_hi_primitive", "linear_call"})
 
@@ -58,10 +58,10 @@ class TracedCollective:
     """One collective of a jaxpr.
 
     Attributes:
-        kind: which.
+        kind: the name of the `jax.lax` function.
         axes: the axes that it runs over, major first.
-        params: the primitive's.
-        dims: dims of the local value that it reduces too: JAX makes them of the axes of a vmap.
+        params: the parameters of the primitive.
+        dims: dims of the local value that it also reduces; JAX adds them for the axes of a vmap.
     """
 
     kind: str
@@ -71,11 +71,11 @@ class TracedCollective:
 
     @property
     def groups(self) -> Any:
-        """The groups of devices that it runs in, or None for all of them."""
+        """The groups of devices that it runs in, or None if all devices form one group."""
         return self.params.get("axis_index_groups")
 
     def devices(self, sizes: Sizes) -> int:
-        """Returns how many devices take part in each."""
+        """Returns how many devices take part in each group."""
         return len(self.groups[0]) if self.groups else product(self.axes, sizes)
 
 
@@ -93,9 +93,9 @@ def as_collective(eqn: Any) -> TracedCollective | None:
 
 
 def waiting_axes(jaxpr: Any, sizes: Sizes) -> set[str]:
-    """Returns the axes along which devices must all run a jaxpr, since they wait for each other.
+    """Returns the axes along which devices wait for each other, so that all must run the jaxpr.
 
-    A permute waits for every device of the mesh, whatever its axis: XLA meets all of them at once.
+    A permute waits for every device of the mesh, whatever its axis: XLA synchronises all of them.
     """
     found: set[str] = set()
     for eqn in opened(jaxpr)[0].eqns:
@@ -107,7 +107,7 @@ def waiting_axes(jaxpr: Any, sizes: Sizes) -> set[str]:
 
 
 def axes_after(collective: TracedCollective, before: Axes, sizes: Sizes) -> Axes:
-    """Returns the axes along which the result may differ."""
+    """Returns the axes along which the result may vary."""
     names = collective.axes
     if collective.kind == "ppermute":
         same = _changes_nothing(collective, before, sizes)
@@ -117,36 +117,38 @@ def axes_after(collective: TracedCollective, before: Axes, sizes: Sizes) -> Axes
     return tuple(a for a in before if a not in names)
 
 
-def collect(collective: TracedCollective, held: Held, others: Sequence[Held], sizes: Sizes) -> Held:
-    """Returns what the devices hold after a collective.
+def collect(
+    collective: TracedCollective, stacked: Stacked, others: Sequence[Stacked], sizes: Sizes
+) -> Stacked:
+    """Returns the result of a collective on all devices.
 
     Args:
-        collective: which.
-        held: what they hold before.
+        collective: the collective to run.
+        stacked: its operand.
         others: further operands: the source of a broadcast.
-        sizes: the mesh's axes.
+        sizes: the sizes of the mesh's axes.
     """
     if collective.groups:
-        return _in_groups(collective, held, sizes)
+        return _in_groups(collective, stacked, sizes)
     if collective.kind == "ppermute":
         collective = _as_run(collective, sizes)
     names, kind = collective.axes, collective.kind
     if kind in ("psum", "pmax", "pmin"):
-        # The axes along which all hold the same need no dim to be reduced.
-        present = [a for a in names if a in held.axes]
-        value, rest = gather_axes(held, present, sizes)
+        # Axes along which all devices hold the same value have no dim to reduce.
+        present = [a for a in names if a in stacked.axes]
+        value, rest = gather_axes(stacked, present, sizes)
         at = len(rest)
         value = _REDUCE[kind](value, (at, *(at + 1 + d for d in collective.dims)))
         copies = product(names, sizes) // product(present, sizes)
         if kind == "psum" and copies > 1:
             value = value * jnp.asarray(np.asarray(copies).astype(value.dtype))
-        return Held(value, rest)
-    if kind == "ppermute" and _changes_nothing(collective, held.axes, sizes):
-        return held
-    value, rest = gather_axes(held, names, sizes)
+        return Stacked(value, rest)
+    if kind == "ppermute" and _changes_nothing(collective, stacked.axes, sizes):
+        return stacked
+    value, rest = gather_axes(stacked, names, sizes)
     at = len(rest)
     if kind == "all_gather":
-        return Held(_all_gather(value, at, collective.params), rest)
+        return Stacked(_all_gather(value, at, collective.params), rest)
     if kind == "psum_scatter":
         return scatter_axes(_psum_scatter(value, at, collective.params), rest, names, sizes)
     if kind == "all_to_all":
@@ -157,11 +159,11 @@ def collect(collective: TracedCollective, held: Held, others: Sequence[Held], si
     if others:
         (source,) = others
         index, there = gather_axes(source, [a for a in names if a in source.axes], sizes)
-        # The source is the same on all that take part; along other axes it may differ.
-        root = Held(jnp.take(index, 0, axis=len(there)), there)
-        (out,) = spread(lambda v, i: [jnp.take(v, i, axis=0)], [Held(value, rest), root], sizes)
+        # The source is the same on all participants; along other axes it may vary.
+        root = Stacked(jnp.take(index, 0, axis=len(there)), there)
+        (out,) = spread(lambda v, i: [jnp.take(v, i, axis=0)], [Stacked(value, rest), root], sizes)
         return out
-    return Held(jnp.take(value, collective.params["source"], axis=at), rest)
+    return Stacked(jnp.take(value, collective.params["source"], axis=at), rest)
 
 
 def _sum(value: Any, dims: int | tuple[int, ...]) -> Any:
@@ -169,7 +171,7 @@ def _sum(value: Any, dims: int | tuple[int, ...]) -> Any:
 
 
 def _no_derivative(name: str, reduce: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """Returns a reduction that cannot be differentiated, as the real one cannot."""
+    """Returns a reduction that, like the real one, cannot be differentiated."""
 
     def run(value: Any, dims: Any) -> Any:
         fn = jax.custom_jvp(lambda v: reduce(v, axis=dims))
@@ -179,8 +181,8 @@ def _no_derivative(name: str, reduce: Callable[..., Any]) -> Callable[[Any, Any]
             (primal,), (tangent,) = primals, tangents
             if type(tangent).__name__ != "SymbolicZero":
                 raise NotImplementedError(
-                    f"Differentiation rule for '{name}' not implemented: JAX has none, simulated "
-                    f"or real"
+                    f"Differentiation rule for '{name}' not implemented: JAX has none on real "
+                    f"devices either"
                 )
             out = fn(primal)
             return out, jax.custom_derivatives.SymbolicZero(jax.typeof(out).to_tangent_aval())
@@ -223,7 +225,7 @@ def _all_to_all(value: Any, at: int, params: dict[str, Any]) -> Any:
     cut, glue = at + 1 + params["split_axis"], at + 1 + params["concat_axis"]
     shape = list(value.shape)
     shape[cut : cut + 1] = [devices, shape[cut] // devices]
-    # To the front: the receiver; then the sender, before the dim that it is concatenated along.
+    # The receiver moves to the front, and the sender before the dim that is concatenated.
     value = jnp.moveaxis(value.reshape(shape), cut, at)
     value = jnp.moveaxis(value, at + 1, glue)
     shape = list(value.shape)
@@ -236,7 +238,8 @@ def _ppermute(value: Any, at: int, source: dict[int, int]) -> Any:
     pieces: list[Any] = []
     start = 0
     while start < devices:
-        # Neighbours that come from neighbours move as one: a rotation is two slices.
+        # Adjacent devices that receive from adjacent devices move together: a rotation is two
+        # slices.
         first, stop = source.get(start), start + 1
         while stop < devices and source.get(stop) == (
             None if first is None else first + stop - start
@@ -252,35 +255,35 @@ def _ppermute(value: Any, at: int, source: dict[int, int]) -> Any:
 
 
 def _as_run(collective: TracedCollective, sizes: Sizes) -> TracedCollective:
-    """Returns a permute as JAX runs it, or refuses it as JAX does.
+    """Returns a permute in the form that JAX runs, or raises where JAX does.
 
-    The axes are in the mesh's order, and a negative number counts from the last device.
+    The axes are in the mesh's order, and negative device numbers count from the end.
     """
     devices, perm = product(collective.axes, sizes), collective.params["perm"]
     if not all(-devices <= i < devices for pair in perm for i in pair):
-        raise IndexError(f"ppermute names a device that is not among {devices}: {perm}")
+        raise IndexError(f"ppermute names a device outside 0..{devices - 1}: {perm}")
     pairs = tuple((int(of) % devices, int(to) % devices) for of, to in perm)
     if any(len(set(ends)) < len(pairs) for ends in zip(*pairs, strict=True)):
         raise ValueError(f"ppermute names a device twice as source or as destination: {perm}")
     ordered = in_order(collective.axes, sizes)
     if ordered != collective.axes and getattr(jax.config, "jax_raise_on_ppermute_sort_diff", False):
         raise ValueError(
-            f"ppermute is over axes {collective.axes}, in another order than the mesh's {ordered}: "
-            f"jax.shard_map refuses that, name them as the mesh does"
+            f"ppermute is over axes {collective.axes}, but the mesh orders them {ordered}: "
+            f"jax.shard_map rejects that, name them in the mesh's order"
         )
     return dataclasses.replace(collective, axes=ordered, params=collective.params | {"perm": pairs})
 
 
 def _changes_nothing(permute: TracedCollective, before: Axes, sizes: Sizes) -> bool:
-    """Returns whether every device gets from another what all of them hold."""
+    """Returns whether every device receives the value that it already has."""
     all_send = len(permute.params["perm"]) == product(permute.axes, sizes)
     return all_send and set(permute.axes).isdisjoint(before)
 
 
-def _in_groups(collective: TracedCollective, held: Held, sizes: Sizes) -> Held:
-    """Returns the result of a collective within groups of devices: an axis for the group is made."""
+def _in_groups(collective: TracedCollective, stacked: Stacked, sizes: Sizes) -> Stacked:
+    """Returns the result of a collective within groups: groups and members become two axes."""
     groups = np.asarray(collective.groups)
-    value, rest = gather_axes(held, collective.axes, sizes)
+    value, rest = gather_axes(stacked, collective.axes, sizes)
     at = len(rest)
     value = jnp.take(value, groups.reshape(-1), axis=at)
     value = value.reshape(*value.shape[:at], *groups.shape, *value.shape[at + 1 :])
@@ -291,7 +294,7 @@ def _in_groups(collective: TracedCollective, held: Held, sizes: Sizes) -> Held:
     }
     params = {k: v for k, v in collective.params.items() if k != "axis_index_groups"}
     inner = TracedCollective(collective.kind, (_MEMBER,), params)
-    out = collect(inner, Held(value, (*rest, _GROUP, _MEMBER)), (), inner_sizes)
+    out = collect(inner, Stacked(value, (*rest, _GROUP, _MEMBER)), (), inner_sizes)
     value, _ = gather_axes(out, (_GROUP, _MEMBER), inner_sizes)
     back = np.argsort(groups.reshape(-1))
     return scatter_axes(jnp.take(value, back, axis=at), rest, collective.axes, sizes)

@@ -13,14 +13,14 @@ from .._jax import scan_parts
 from .._mesh import Axes
 from .collectives import waiting_axes
 from .derivatives import called, custom_jvp, custom_vjp, custom_vjp_axes
-from .held import Held, axes_of, in_order, like, one_by_one, values_of, widened
+from .stacked import Stacked, axes_of, in_order, like, one_by_one, values_of, widened
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How one primitive is run, and along which axes its results may differ."""
+    """How one primitive is run, and along which axes its results may vary."""
 
-    run: Callable[[Any, Any, list[Held]], list[Held]]
+    run: Callable[[Any, Any, list[Stacked]], list[Stacked]]
     axes: Callable[[Any, Any, list[Axes]], list[Axes]]
 
 
@@ -34,7 +34,7 @@ def _call_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
     return machine.axes_through(called(eqn), axes)
 
 
-def _remat(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
+def _remat(machine: Any, eqn: Any, args: list[Stacked]) -> list[Stacked]:
     axes = _call_axes(machine, eqn, [a.axes for a in args])
 
     def fn(*values: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def _remat(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
 
     options = {"prevent_cse": eqn.params["prevent_cse"], "policy": eqn.params["policy"]}
     outs = jax.checkpoint(fn, **options)(*values_of(args))
-    return [Held(v, a) for v, a in zip(outs, axes, strict=True)]
+    return [Stacked(v, a) for v, a in zip(outs, axes, strict=True)]
 
 
 # --- loops --------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def _remat(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
 def _settled(
     machine: Any, jaxpr: Any, before: list[Axes], carry: list[Axes], xs: list[Axes]
 ) -> Any:
-    """Returns the axes of a loop's carried values once they grow no more, and those of the rest."""
+    """Returns the axes of a loop's carried values at the fixed point, and of its other outputs."""
     while True:
         outs = machine.axes_through(jaxpr, [*before, *carry, *xs])
         grown = [
@@ -63,7 +63,7 @@ def _settled(
         carry = grown
 
 
-def _scan(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
+def _scan(machine: Any, eqn: Any, args: list[Stacked]) -> list[Stacked]:
     jaxpr, sizes = eqn.params["jaxpr"], machine.sizes
     consts, carried = scan_parts(eqn)
     fixed, carry, xs = args[:consts], args[consts : consts + carried], args[consts + carried :]
@@ -71,12 +71,12 @@ def _scan(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
     init = widened(carry, axes, sizes)
 
     def body(state: list[Any], now: list[Any]) -> tuple[list[Any], list[Any]]:
-        inner = [Held(v, a) for v, a in zip(state, axes, strict=True)]
+        inner = [Stacked(v, a) for v, a in zip(state, axes, strict=True)]
         outs = machine.run(jaxpr, [*fixed, *inner, *like(xs, now)])
         outs = widened(outs, [*axes, *out_axes], sizes)
         return outs[:carried], outs[carried:]
 
-    # Each device's dim to step along stands behind the dims of the devices.
+    # The dim to scan over comes after the device dims: move it to the front.
     stepped = [jnp.moveaxis(x.value, len(x.axes), 0) for x in xs]
     state, ys = jax.lax.scan(
         body,
@@ -87,7 +87,7 @@ def _scan(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
         unroll=eqn.params["unroll"],
     )
     ys = [jnp.moveaxis(y, 0, len(a)) for y, a in zip(ys, out_axes, strict=True)]
-    return [Held(v, a) for v, a in zip([*state, *ys], [*axes, *out_axes], strict=True)]
+    return [Stacked(v, a) for v, a in zip([*state, *ys], [*axes, *out_axes], strict=True)]
 
 
 def _scan_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
@@ -114,36 +114,36 @@ def _while_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
         carry = grown
 
 
-def _while(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
+def _while(machine: Any, eqn: Any, args: list[Stacked]) -> list[Stacked]:
     sizes = machine.sizes
     cond_consts, body_consts, carry = _while_parts(eqn, args)
     axes = _while_axes(machine, eqn, [a.axes for a in args])
     waits = waiting_axes(eqn.params["cond_jaxpr"], sizes)
     waits |= waiting_axes(eqn.params["body_jaxpr"], sizes)
 
-    def held(values: Sequence[Any]) -> list[Held]:
-        return [Held(v, a) for v, a in zip(values, axes, strict=True)]
+    def stack(values: Sequence[Any]) -> list[Stacked]:
+        return [Stacked(v, a) for v, a in zip(values, axes, strict=True)]
 
-    def goes_on(values: Sequence[Any]) -> Held:
-        (out,) = machine.run(eqn.params["cond_jaxpr"], [*cond_consts, *held(values)])
+    def goes_on(values: Sequence[Any]) -> Stacked:
+        (out,) = machine.run(eqn.params["cond_jaxpr"], [*cond_consts, *stack(values)])
         return _agreed(machine, out, waits)
 
     def body(values: list[Any]) -> list[Any]:
-        outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *held(values)])
+        outs = machine.run(eqn.params["body_jaxpr"], [*body_consts, *stack(values)])
         return widened(outs, axes, sizes)
 
     (stop,) = machine.axes_through(
         eqn.params["cond_jaxpr"], [*(c.axes for c in cond_consts), *axes]
     )
     if kept := tuple(a for a in stop if a not in waits):
-        # Devices that stop at different times run one by one, and do no more than they do.
+        # Devices that stop at different times run one by one, each only as long as it would.
 
-        def step(at: dict[str, Any], inner: list[Held]) -> list[Held]:
+        def step(at: dict[str, Any], inner: list[Stacked]) -> list[Stacked]:
             return _while(machine.inside(at), eqn, inner)
 
         return one_by_one(step, args, kept, sizes)
     init = widened(carry, axes, sizes)
-    return held(jax.lax.while_loop(lambda values: goes_on(values).value, body, init))
+    return stack(jax.lax.while_loop(lambda values: goes_on(values).value, body, init))
 
 
 # --- branches -----------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def _branch_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
     ]
 
 
-def _cond(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
+def _cond(machine: Any, eqn: Any, args: list[Stacked]) -> list[Stacked]:
     branches, sizes = eqn.params["branches"], machine.sizes
     waits = set[str]().union(*(waiting_axes(branch, sizes) for branch in branches))
     index = _agreed(machine, args[0], waits)
@@ -173,29 +173,30 @@ def _cond(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
 
         picked = jnp.asarray(index.value, "int32")
         outs = jax.lax.switch(picked, [taken(b) for b in branches], *values_of(args[1:]))
-        return [Held(v, a) for v, a in zip(outs, axes, strict=True)]
+        return [Stacked(v, a) for v, a in zip(outs, axes, strict=True)]
 
-    # Devices that take different branches run one by one: what a branch that is not taken would
-    # compute (a division by zero, and its gradient) must not be computed, as on a real device.
-    def step(at: dict[str, Any], inner: list[Held]) -> list[Held]:
+    # Devices that take different branches run one by one: as on a real device, a branch that is
+    # not taken must not be computed (it may divide by zero, and so may its gradient).
+    def step(at: dict[str, Any], inner: list[Stacked]) -> list[Stacked]:
         return _cond(machine.inside(at), eqn, inner)
 
     return one_by_one(step, [index, *args[1:]], index.axes, sizes)
 
 
-def _agreed(machine: Any, held: Held, axes: set[str]) -> Held:
-    """Returns a predicate without the axes over which devices wait for each other under it."""
-    shared = tuple(a for a in held.axes if a in axes)
+def _agreed(machine: Any, stacked: Stacked, axes: set[str]) -> Stacked:
+    """Returns a predicate that no longer varies along the axes over which devices wait."""
+    shared = tuple(a for a in stacked.axes if a in axes)
     if not shared:
-        return held
+        return stacked
     if machine.disagree is not None:
-        machine.disagree(held, shared, machine.line)
-    value = held.value
+        machine.disagree(stacked, shared, machine.line)
+    value = stacked.value
     for axis in reversed(shared):
-        at = held.axes.index(axis)
-        # A loop ends once any device of those that wait for each other would, else it might not.
+        at = stacked.axes.index(axis)
+        # A loop ends as soon as any of the devices that wait for each other would end it:
+        # otherwise it might never end.
         value = jnp.all(value, axis=at) if value.dtype == bool else jnp.take(value, 0, axis=at)
-    return Held(value, tuple(a for a in held.axes if a not in shared))
+    return Stacked(value, tuple(a for a in stacked.axes if a not in shared))
 
 
 RULES |= {

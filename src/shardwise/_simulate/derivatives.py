@@ -1,7 +1,7 @@
-"""custom_jvp and custom_vjp calls of a body: the user's own rules, on all simulated devices.
+"""custom_jvp and custom_vjp calls in a body: the user's own rules, on all simulated devices.
 
-A rule may hold collectives, and what they mean under differentiation is JAX's to say. So the rule
-is traced by JAX's own shard_map, and its jaxpr run like any other.
+A rule may contain collectives, and only JAX decides what these mean under differentiation. So
+JAX's own shard_map traces the rule, and its jaxpr is run like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from .._jax import cut_jaxpr, is_literal, jaxpr_as_fun, opened
 from .._mesh import Axes
 from .body import as_arguments, trace_local, varying
-from .held import Held, in_order, like, values_of, widen, widened
+from .stacked import Stacked, in_order, like, values_of, widen, widened
 
 
 def called(eqn: Any) -> Any:
@@ -25,69 +25,69 @@ def called(eqn: Any) -> Any:
 
 
 def _alone(eqn: Any) -> Callable[..., list[Any]]:
-    """Returns the function that one equation is, its derivatives JAX's own."""
+    """Returns one equation as a function, which JAX differentiates itself."""
     invars = [v for v in eqn.invars if not is_literal(v)]
     jaxpr = cut_jaxpr(opened(called(eqn))[0], invars, eqn.outvars, [eqn])
     return jaxpr_as_fun(jaxpr)
 
 
-def custom_jvp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
-    """Returns what the devices hold after a custom_jvp call; its rule is kept."""
+def custom_jvp(machine: Any, eqn: Any, args: list[Stacked]) -> list[Stacked]:
+    """Returns the results of a custom_jvp call on all devices, with its rule in effect."""
     keep = [i for i, v in enumerate(eqn.invars) if not is_literal(v)]
     declared = [tuple(varying(eqn.invars[i].aval)) for i in keep]
     out_axes = machine.axes_through(called(eqn), [a.axes for a in args])
 
     def plain(*values: Any) -> list[Any]:
-        whole = list(args)
+        operands = list(args)
         for i, v in zip(keep, values, strict=True):
-            whole[i] = Held(v, args[i].axes)
-        return widened(machine.run(called(eqn), whole), out_axes, machine.sizes)
+            operands[i] = Stacked(v, args[i].axes)
+        return widened(machine.run(called(eqn), operands), out_axes, machine.sizes)
 
     fn = jax.custom_jvp(plain)
 
     @fn.defjvp
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
-        held = [Held(v, args[i].axes) for i, v in zip(keep, primals, strict=True)]
+        stacked = [Stacked(v, args[i].axes) for i, v in zip(keep, primals, strict=True)]
         floats = [n for n, p in enumerate(primals) if _is_float(p)]
 
         def both(*leaves: Any) -> Any:
-            inner, given = leaves[: len(keep)], iter(leaves[len(keep) :])
-            steps = [next(given) if n in floats else _no_tangent(p) for n, p in enumerate(inner)]
+            inner, rest = leaves[: len(keep)], iter(leaves[len(keep) :])
+            steps = [next(rest) if n in floats else _no_tangent(p) for n, p in enumerate(inner)]
             out, out_tangents = jax.jvp(_alone(eqn), inner, tuple(steps))
             return out, [t for t in out_tangents if t.dtype != jax.dtypes.float0]
 
-        steps = [Held(tangents[n], held[n].axes) for n in floats]
+        steps = [Stacked(tangents[n], stacked[n].axes) for n in floats]
         found = _run_local(
-            machine, both, [*held, *steps], [*declared, *(declared[n] for n in floats)]
+            machine, both, [*stacked, *steps], [*declared, *(declared[n] for n in floats)]
         )
         count = len(eqn.outvars)
         out = widened(found[:count], out_axes, machine.sizes)
-        given = iter(found[count:])
+        rest = iter(found[count:])
         moved = [
-            widen(next(given), a, machine.sizes).value if _is_float(o) else _no_tangent(o)
+            widen(next(rest), a, machine.sizes).value if _is_float(o) else _no_tangent(o)
             for o, a in zip(out, out_axes, strict=True)
         ]
         return out, moved
 
     outs = fn(*(args[i].value for i in keep))
-    return [Held(v, a) for v, a in zip(outs, out_axes, strict=True)]
+    return [Stacked(v, a) for v, a in zip(outs, out_axes, strict=True)]
 
 
-def custom_vjp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
-    """Returns what the devices hold after a custom_vjp call; its two passes are kept."""
+def custom_vjp(machine: Any, eqn: Any, args: list[Stacked]) -> list[Stacked]:
+    """Returns the results of a custom_vjp call on all devices, with its rule in effect."""
     keep = [i for i, v in enumerate(eqn.invars) if not is_literal(v)]
     declared = [_declared(machine, eqn.invars[i]) for i in keep]
     # A backward pass need not be linear: each device must get the cotangent that a real one gets,
-    # and so must hold its own copy.
-    held = [widen(args[i], a, machine.sizes) for i, a in zip(keep, declared, strict=True)]
+    # and therefore needs its own copy.
+    stacked = [widen(args[i], a, machine.sizes) for i, a in zip(keep, declared, strict=True)]
     out_axes = [_declared(machine, v) for v in eqn.outvars]
     found: dict[str, Any] = {}
 
     def plain(*values: Any) -> list[Any]:
-        whole = list(args)
-        for i, h in zip(keep, like(held, values), strict=True):
-            whole[i] = h
-        return widened(machine.run(called(eqn), whole), out_axes, machine.sizes)
+        operands = list(args)
+        for i, s in zip(keep, like(stacked, values), strict=True):
+            operands[i] = s
+        return widened(machine.run(called(eqn), operands), out_axes, machine.sizes)
 
     fn = jax.custom_vjp(plain)
 
@@ -97,10 +97,10 @@ def custom_vjp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
             found["declared"] = [tuple(varying(jax.typeof(r))) for r in out[1]]
             return out
 
-        outs = _run_local(machine, both, like(held, values), declared)
+        outs = _run_local(machine, both, like(stacked, values), declared)
         count = len(eqn.outvars)
         kept = outs[count:]
-        found["axes"] = [h.axes for h in kept]
+        found["axes"] = [s.axes for s in kept]
         return widened(outs[:count], out_axes, machine.sizes), values_of(kept)
 
     def backward(kept: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -108,33 +108,33 @@ def custom_vjp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:
 
         def pull(*leaves: Any) -> Any:
             back = jax.tree.unflatten(found["tree"], leaves[: len(kept)])
-            given = iter(leaves[len(kept) :])
+            rest = iter(leaves[len(kept) :])
             steps = [
-                next(given) if n in floats else _no_tangent(v.aval)
+                next(rest) if n in floats else _no_tangent(v.aval)
                 for n, v in enumerate(eqn.outvars)
             ]
             return [c for c in back(steps) if c.dtype != jax.dtypes.float0]
 
-        residuals = [Held(v, a) for v, a in zip(kept, found["axes"], strict=True)]
-        steps = [Held(cotangents[n], out_axes[n]) for n in floats]
+        residuals = [Stacked(v, a) for v, a in zip(kept, found["axes"], strict=True)]
+        steps = [Stacked(cotangents[n], out_axes[n]) for n in floats]
         types = [*found["declared"], *(out_axes[n] for n in floats)]
         outs = iter(_run_local(machine, pull, [*residuals, *steps], types))
         return tuple(
-            widen(next(outs), h.axes, machine.sizes).value if _is_float(h.value) else None
-            for h in held
+            widen(next(outs), s.axes, machine.sizes).value if _is_float(s.value) else None
+            for s in stacked
         )
 
     fn.defvjp(forward, backward)
-    return [Held(v, a) for v, a in zip(fn(*values_of(held)), out_axes, strict=True)]
+    return [Stacked(v, a) for v, a in zip(fn(*values_of(stacked)), out_axes, strict=True)]
 
 
 def custom_vjp_axes(machine: Any, eqn: Any, axes: list[Axes]) -> list[Axes]:
-    """Returns the axes along which its results have a copy for each device."""
+    """Returns the axes along which the results have a copy for each device."""
     return [_declared(machine, v) for v in eqn.outvars]
 
 
 def _declared(machine: Any, var: Any) -> Axes:
-    """Returns the axes along which a value must have its own copy for each device."""
+    """Returns the axes along which each device needs its own copy of a value."""
     wanted = varying(var.aval) if machine.setting.typed else machine.sizes
     return in_order((a for a in wanted if a not in machine.at), machine.sizes)
 
@@ -145,10 +145,10 @@ def _split_vjp(out: Any, back: Any) -> tuple[tuple[Any, list[Any]], Any]:
 
 
 def _run_local(
-    machine: Any, fn: Callable[..., Any], held: Sequence[Held], declared: Sequence[Axes]
-) -> list[Held]:
-    body = trace_local(fn, held, declared, machine.setting)
-    return machine.run_body(body, as_arguments(held, machine.sizes))
+    machine: Any, fn: Callable[..., Any], stacked: Sequence[Stacked], declared: Sequence[Axes]
+) -> list[Stacked]:
+    body = trace_local(fn, stacked, declared, machine.setting)
+    return machine.run_body(body, as_arguments(stacked, machine.sizes))
 
 
 def _is_float(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What happened in a simulated shard_map: its collectives, and what each device held."""
+"""What happened in a simulated shard_map: its collectives, and the values on each device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._layout import show_shape
 from .._mesh import Axes
 from .._nnx import array_bytes
 from .collectives import TracedCollective
-from .held import Held, Sizes, is_traced
+from .stacked import Sizes, Stacked, is_traced
 
 _MOST_ROWS = 64
 
@@ -31,10 +31,10 @@ class Event:
             `pbroadcast`.
         axes: the axes that it runs over, major first.
         devices: how many devices take part.
-        shape: of the operand on one device.
-        dtype: of the operand.
-        times: how often it was executed (by the device that did so most often).
-        sent_bytes: what one device sends each time, by the ring model (modelled).
+        shape: the shape of the operand on one device.
+        dtype: the dtype of the operand.
+        times: how often it was executed, by the device that executed it most often.
+        sent_bytes: the bytes that one device sends each time, by the ring model (modelled).
         line: the user's file and line.
     """
 
@@ -49,7 +49,7 @@ class Event:
 
     @property
     def total_bytes(self) -> int:
-        """What one device sends in all (modelled)."""
+        """The bytes that one device sends in total (modelled)."""
         return self.times * self.sent_bytes
 
 
@@ -59,7 +59,7 @@ class Trace(Sequence[Event]):
     """Every collective that one call executed, in order. Prints as a table.
 
     Attributes:
-        mesh: its axes, in words.
+        mesh: the mesh as text.
         events: the collectives.
     """
 
@@ -71,7 +71,7 @@ class Trace(Sequence[Event]):
         return self.events[index]
 
     def __len__(self) -> int:
-        """Returns how many places of the body communicate."""
+        """Returns how many places in the body communicate."""
         return len(self.events)
 
     def __iter__(self) -> Iterator[Event]:
@@ -80,7 +80,7 @@ class Trace(Sequence[Event]):
 
     @property
     def total_bytes(self) -> int:
-        """What one device sends in all (modelled)."""
+        """The bytes that one device sends in total (modelled)."""
         return sum(event.total_bytes for event in self.events)
 
     def __str__(self) -> str:
@@ -122,22 +122,22 @@ class Tracker:
     """Counts collectives while the simulated devices run."""
 
     def __init__(self, sizes: Sizes):
-        """Starts at none."""
+        """Starts with nothing counted."""
         self._sizes = sizes
         self._sites: list[tuple[Event, dict[tuple[int, ...], int]]] = []
 
     def log(
-        self, collective: TracedCollective, held: Held, line: str, at: Mapping[str, Any]
+        self, collective: TracedCollective, stacked: Stacked, line: str, at: Mapping[str, Any]
     ) -> None:
-        """Adds one place of the body; each execution is counted when it happens."""
+        """Adds one place in the body; each execution is counted when it happens."""
         devices = collective.devices(self._sizes)
-        dtype = held.value.dtype
-        size = array_bytes(held.local_shape, dtype)
+        dtype = stacked.value.dtype
+        size = array_bytes(stacked.local_shape, dtype)
         event = Event(
             collective.kind,
             collective.axes,
             devices,
-            held.local_shape,
+            stacked.local_shape,
             str(dtype),
             0,
             sent_bytes(collective.kind, size, devices),
@@ -153,7 +153,7 @@ class Tracker:
         jax.debug.callback(count, *at.values())
 
     def events(self) -> Iterator[Event]:
-        """Yields what was executed at least once, in the order of the body."""
+        """Yields the collectives that were executed at least once, in the body's order."""
         for event, counts in self._sites:
             if counts:
                 yield dataclasses.replace(event, times=max(counts.values()))
@@ -161,7 +161,7 @@ class Tracker:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """What one device is given and returns.
+    """The inputs and outputs of one device.
 
     Attributes:
         device: its mesh coordinates.
@@ -176,15 +176,15 @@ class Shard:
 
 @public
 class Shards(Mapping[tuple[int, ...], Shard]):
-    """What every simulated device held, by mesh coordinates: `shards[0, 3]`. Prints as a table."""
+    """The values on each simulated device, by coordinates: `shards[0, 3]`. Prints as a table."""
 
     def __init__(self, mesh: str, sizes: Sizes, inputs: Any, outputs: Any):
-        """Keeps the stacked values with their tree and names; a device's own are cut out if asked for."""
+        """Takes stacked values with their tree and names; a device's part is sliced on demand."""
         self._mesh, self._sizes = mesh, sizes
         self._inputs, self._outputs = inputs, outputs
 
     def __getitem__(self, device: int | tuple[int, ...] | Mapping[str, int]) -> Shard:
-        """Returns what one device held.
+        """Returns the inputs and outputs of one device.
 
         Args:
             device: its coordinates in the mesh's order, or by name: `{"data": 0, "model": 3}`.
@@ -201,7 +201,7 @@ class Shards(Mapping[tuple[int, ...], Shard]):
         return math.prod(self._sizes.values())
 
     def __str__(self) -> str:
-        """Returns a table: a row for each value of each device."""
+        """Returns a table with a row for each value on each device."""
         return text_table(self._header(), self._rows(), self._caption())
 
     __repr__ = __str__
@@ -212,21 +212,21 @@ class Shards(Mapping[tuple[int, ...], Shard]):
 
     def _coordinates(self, device: Any) -> dict[str, int]:
         if isinstance(device, Mapping):
-            given = [device.get(axis) for axis in self._sizes]
+            index = [device.get(axis) for axis in self._sizes]
             extra = set(device) - set(self._sizes)
         else:
-            given, extra = list(device) if isinstance(device, tuple) else [device], set()
-        fits = len(given) == len(self._sizes) and all(
+            index, extra = list(device) if isinstance(device, tuple) else [device], set()
+        fits = len(index) == len(self._sizes) and all(
             isinstance(i, int | np.integer) and 0 <= i < size
-            for i, size in zip(given, self._sizes.values(), strict=False)
+            for i, size in zip(index, self._sizes.values(), strict=False)
         )
         if extra or not fits:
-            raise KeyError(f"{device!r} is no device of the mesh {self._mesh}")
-        return {axis: int(i) for axis, i in zip(self._sizes, given, strict=True)}  # pyright: ignore
+            raise KeyError(f"no device {device!r} on the mesh {self._mesh}")
+        return {axis: int(i) for axis, i in zip(self._sizes, index, strict=True)}  # pyright: ignore
 
-    def _local(self, part: tuple[Any, Sequence[Held], Any], at: Mapping[str, int]) -> Any:
-        tree, held, _ = part
-        return jax.tree.unflatten(tree, [_cut_out(h, at) for h in held])
+    def _local(self, part: tuple[Any, Sequence[Stacked], Any], at: Mapping[str, int]) -> Any:
+        tree, stacked, _ = part
+        return jax.tree.unflatten(tree, [_cut_out(s, at) for s in stacked])
 
     def _header(self) -> tuple[str, ...]:
         return ("device", "", "value", "holds")
@@ -244,15 +244,15 @@ class Shards(Mapping[tuple[int, ...], Shard]):
         for device in self._shown():
             at = self._coordinates(device)
             name = ",".join(f"{a}={i}" for a, i in at.items())
-            for word, (_, held, names) in (("in", self._inputs), ("out", self._outputs)):
-                for label, value in zip(names, held, strict=True):
+            for word, (_, stacked, names) in (("in", self._inputs), ("out", self._outputs)):
+                for label, value in zip(names, stacked, strict=True):
                     leaf = _cut_out(value, at)
                     yield (name, f"{word} {label}".strip(), show_shape(leaf), _brief(leaf))
                     name = ""
 
 
-def _cut_out(held: Held, at: Mapping[str, int]) -> Any:
-    return held.value[tuple(at[a] for a in held.axes)]
+def _cut_out(stacked: Stacked, at: Mapping[str, int]) -> Any:
+    return stacked.value[tuple(at[a] for a in stacked.axes)]
 
 
 def _brief(leaf: Any) -> str:

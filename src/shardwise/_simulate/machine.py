@@ -1,8 +1,8 @@
-"""Simulated devices: a body's jaxpr, run for all of them at once on the one device that is there.
+"""Simulated devices: runs the jaxpr of a body for all of them at once, on one real device.
 
 Ordinary equations are mapped over the devices that hold different values. Collectives become
-sums, transposes and slices (`_collectives`), loops and branches loops and branches of the stacked
-values (`control`).
+sums, transposes and slices (`collectives`). Loops and branches remain loops and branches, of
+stacked values (`control`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .._mesh import Axes
 from . import control
 from .body import Body, Setting
 from .collectives import CASTS, UNKNOWN, TracedCollective, as_collective, axes_after, collect
-from .held import Held, Sizes, in_order, one_by_one, spread, union, widen
+from .stacked import Sizes, Stacked, in_order, one_by_one, spread, union, widen
 
 # Sharding has no meaning on simulated devices.
 _IDENTITY = CASTS | {"sharding_constraint", "reshard", "mesh_cast"}
-# Under vmap these would not do for each device what a real one does alone: XLA's own generator
-# of random bits (rbg keys) draws others, and callbacks refuse.
+# Under vmap these would not do what each device does by itself: XLA's random bit generator (rbg
+# keys) draws different numbers, and callbacks raise.
 _ALONE = frozenset({"rng_bit_generator", "pure_callback", "io_callback"})
 _EVERYWHERE = frozenset({"debug_callback", "debug_print", "io_callback"})
 
@@ -38,17 +38,17 @@ class Machine:
 
     Attributes:
         setting: the mesh and its axes.
-        log: told of every collective, with its line, or None.
-        disagree: told what decides where devices wait for each other, the axes along which they
-            must agree on it, and the line.
-        at: the coordinates along axes that are stepped through one by one.
-        line: the user's line that called what is run, for what has none of its own: JAX cuts
-            the tracebacks within a loop's body.
+        log: called with every collective and its source line, or None.
+        disagree: called with each predicate that guards a collective, the axes along which devices
+            must agree on it, and the source line; or None.
+        at: the coordinates along axes whose devices run one by one.
+        line: the user's line that called the code being run. It stands in for equations without a
+            line of their own, since JAX cuts tracebacks inside a loop's body.
     """
 
     setting: Setting
-    log: Callable[[TracedCollective, Held, str, Mapping[str, Any]], None] | None = None
-    disagree: Callable[[Held, Axes, str], None] | None = None
+    log: Callable[[TracedCollective, Stacked, str, Mapping[str, Any]], None] | None = None
+    disagree: Callable[[Stacked, Axes, str], None] | None = None
     at: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     line: str = "?"
 
@@ -57,13 +57,13 @@ class Machine:
         """The sizes of the manual axes."""
         return self.setting.sizes
 
-    def run(self, jaxpr: Any, args: Sequence[Held]) -> list[Held]:
-        """Returns the outputs of a jaxpr (closed or not, its inputs all given) on all devices."""
+    def run(self, jaxpr: Any, args: Sequence[Stacked]) -> list[Stacked]:
+        """Returns the outputs of a jaxpr, closed or open, on all devices."""
         inner, consts = opened(jaxpr)
-        env: dict[Any, Held] = {}
+        env: dict[Any, Stacked] = {}
         last = _last_uses(inner)
 
-        def read(atom: Any) -> Held:
+        def read(atom: Any) -> Stacked:
             if not is_literal(atom):
                 return env[atom]
             weak = getattr(atom.aval, "weak_type", False)
@@ -79,16 +79,16 @@ class Machine:
                 env.pop(var, None)
         return [read(a) for a in inner.outvars]
 
-    def run_body(self, body: Body, args: Sequence[Held]) -> list[Held]:
+    def run_body(self, body: Body, args: Sequence[Stacked]) -> list[Stacked]:
         """Returns the outputs of a traced body on all devices."""
         if body.jaxpr is None:
             return []
         outs = self.run(body.jaxpr, [*(constant(c) for c in body.consts), *args])
-        # Without the dim that tracing gave them.
-        return [Held(jnp.squeeze(o.value, len(o.axes)), o.axes) for o in outs]
+        # Drop the leading dim that tracing added.
+        return [Stacked(jnp.squeeze(o.value, len(o.axes)), o.axes) for o in outs]
 
-    def step(self, eqn: Any, args: list[Held]) -> list[Held]:
-        """Returns what the devices hold after one equation."""
+    def step(self, eqn: Any, args: list[Stacked]) -> list[Stacked]:
+        """Returns the results of one equation on all devices."""
         name, sizes = eqn.primitive.name, self.sizes
         if collective := as_collective(eqn):
             if self.log is not None:
@@ -97,8 +97,8 @@ class Machine:
         if name == "axis_index":
             axis = eqn.params["axis_name"]
             if axis in self.at:
-                return [Held(self.at[axis])]
-            return [Held(jnp.arange(sizes[axis], dtype="int32"), (axis,))]
+                return [Stacked(self.at[axis])]
+            return [Stacked(jnp.arange(sizes[axis], dtype="int32"), (axis,))]
         if name in _IDENTITY:
             return args
         if rule := control.RULES.get(name):
@@ -107,10 +107,10 @@ class Machine:
             return self.called_by(eqn).run(inner, args)
         if name in UNKNOWN or _has_axes(eqn):
             raise NotImplementedError(
-                f"{name}, at {user_line(eqn) or self.line}, cannot be simulated: it works in "
-                f"jax.shard_map on real devices only"
+                f"{name} at {user_line(eqn) or self.line} cannot be simulated: it works only in "
+                f"jax.shard_map on real devices"
             )
-        if name in _EVERYWHERE:  # each device prints, though all hold the same, or nothing
+        if name in _EVERYWHERE:  # every device prints, even where all hold the same value
             free = [a for a in sizes if a not in self.at]
             if free and not args:
                 return one_by_one(
@@ -122,15 +122,15 @@ class Machine:
         return _bind(eqn, args, sizes)
 
     def inside(self, at: Mapping[str, Any]) -> Machine:
-        """Returns the devices at fixed coordinates along some axes."""
+        """Returns a machine for the devices at fixed coordinates along some axes."""
         return dataclasses.replace(self, at={**self.at, **at})
 
     def called_by(self, eqn: Any) -> Machine:
-        """Returns the devices within what an equation calls."""
+        """Returns a machine that runs what an equation calls, and reports the equation's line."""
         return dataclasses.replace(self, line=user_line(eqn) or self.line)
 
     def axes_through(self, jaxpr: Any, axes: Sequence[Axes]) -> list[Axes]:
-        """Returns the axes along which each output may differ, without running anything."""
+        """Returns the axes along which each output may vary, without running anything."""
         inner, _ = opened(jaxpr)
         env: dict[Any, Axes] = {var: () for var in inner.constvars}
         env.update(zip(inner.invars, axes, strict=True))
@@ -159,7 +159,7 @@ class Machine:
 
 
 def _runs_alone(eqn: Any) -> bool:
-    """Returns whether an equation under vmap would not do what each device does by itself."""
+    """Returns whether an equation must run device by device: vmap would change what it does."""
     name = eqn.primitive.name
     if name.startswith("random_"):
         keys = [v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")]
@@ -167,17 +167,17 @@ def _runs_alone(eqn: Any) -> bool:
     return name in _ALONE
 
 
-def constant(value: Any) -> Held:
-    """Returns a constant of a jaxpr, the same on all devices.
+def constant(value: Any) -> Stacked:
+    """Returns a constant of a jaxpr, which is the same on all devices.
 
-    JAX may have typed it with the mesh of some trace, which means nothing here.
+    JAX may have typed it with the mesh of the trace, which has no meaning here.
     """
     plain = isinstance(value, jax.Array) or type(value) in (bool, int, float, complex)
-    return Held(jnp.asarray(value if plain else np.asarray(value)))
+    return Stacked(jnp.asarray(value if plain else np.asarray(value)))
 
 
 def _has_axes(eqn: Any) -> bool:
-    """Returns whether an equation of unknown kind holds anything that a plain vmap would break."""
+    """Returns whether an equation of unknown kind contains anything that vmap would break."""
 
     def typed(jaxpr: Any) -> bool:
         inner, _ = opened(jaxpr)
@@ -189,7 +189,7 @@ def _has_axes(eqn: Any) -> bool:
     return any(typed(jaxpr) for jaxpr in sub_jaxprs(eqn))
 
 
-def _bind(eqn: Any, args: Sequence[Held], sizes: Sizes) -> list[Held]:
+def _bind(eqn: Any, args: Sequence[Stacked], sizes: Sizes) -> list[Stacked]:
     params = {name: _meshless(value) for name, value in eqn.params.items()}
     if eqn.primitive.name == "dot_general" and (dot := _merged_dot(params, list(args))):
         return [dot]
@@ -202,7 +202,7 @@ def _bind(eqn: Any, args: Sequence[Held], sizes: Sizes) -> list[Held]:
 
 
 def _meshless(param: Any) -> Any:
-    """Returns a parameter that says nothing of the body's mesh, which is not there."""
+    """Returns a parameter without references to the body's mesh, which does not exist here."""
     if isinstance(param, NamedSharding):
         return None
     if isinstance(param, tuple) and any(is_jaxpr(p) for p in param):
@@ -215,13 +215,13 @@ def _meshless(param: Any) -> Any:
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
 
     def run(*values: Any) -> list[Any]:
-        return [out.value for out in bare.run(param, [Held(v) for v in values])]
+        return [out.value for out in bare.run(param, [Stacked(v) for v in values])]
 
     return jax.make_jaxpr(run)(*shapes)
 
 
 def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
-    """Returns the variables that are needed no more after each equation."""
+    """Returns the variables that are no longer needed after each equation."""
     last = {}
     for i, eqn in enumerate(jaxpr.eqns):
         for atom in (*eqn.invars, *eqn.outvars):
@@ -236,14 +236,14 @@ def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
     return uses
 
 
-def _merged_dot(params: dict[str, Any], args: list[Held]) -> Held | None:
-    """Returns a dot_general of all devices, or None where it is not such a product.
+def _merged_dot(params: dict[str, Any], args: list[Stacked]) -> Stacked | None:
+    """Returns a dot_general of all devices, or None if the device dims cannot be merged.
 
-    Under vmap the devices' dim would be a second free dim of the operand, which XLA copies into
-    another order first. Merged with a dim that the result keeps, it costs nothing.
+    Under vmap the device dim would be a second free dim of the operand, which XLA first copies
+    into a different order. Merged with a dim that the result keeps, it costs nothing.
 
     Args:
-        params: the equation's, without any sharding.
+        params: the equation's parameters, without any sharding.
         args: its two operands.
     """
     (contracting, batch) = params["dimension_numbers"]
@@ -251,13 +251,13 @@ def _merged_dot(params: dict[str, Any], args: list[Held]) -> Held | None:
     if len(sides) != 1 or any(batch):
         return None
     (side,) = sides
-    held = args[side]
-    free = [d for d in range(len(held.local_shape)) if d not in contracting[side]]
+    stacked = args[side]
+    free = [d for d in range(len(stacked.local_shape)) if d not in contracting[side]]
     if not free:
         return None
-    # The devices' dims go before the first dim that the result keeps, and become one with it.
-    count, dim = len(held.axes), free[0]
-    value = jnp.moveaxis(held.value, range(count), range(dim, dim + count))
+    # Move the device dims in front of the first dim that the result keeps, and merge them with it.
+    count, dim = len(stacked.axes), free[0]
+    value = jnp.moveaxis(stacked.value, range(count), range(dim, dim + count))
     sizes = value.shape[dim : dim + count + 1]
     value = value.reshape(*value.shape[:dim], math.prod(sizes), *value.shape[dim + count + 1 :])
     operands = [a.value for a in args]
@@ -265,4 +265,4 @@ def _merged_dot(params: dict[str, Any], args: list[Held]) -> Held | None:
     out = jax.lax.dot_general_p.bind(*operands, **params)
     at = 0 if side == 0 else len(args[0].local_shape) - len(contracting[0])
     out = out.reshape(*out.shape[:at], *sizes, *out.shape[at + 1 :])
-    return Held(jnp.moveaxis(out, range(at, at + count), range(count)), held.axes)
+    return Stacked(jnp.moveaxis(out, range(at, at + count), range(count)), stacked.axes)

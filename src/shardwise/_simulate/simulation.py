@@ -1,4 +1,4 @@
-"""shard_map on one device: the same body, mesh and specs, the same values and gradients."""
+"""shard_map on one device: same body, mesh and specs, same values and gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .._nnx import dotted
 from .agreement import AgreementCheck, axes_left_out, unproven
 from .body import Body, Setting, plain_mesh, trace_body
 from .events import Shards, Trace, Tracker
-from .held import Held, in_order, is_traced, join, split
 from .machine import Machine
+from .stacked import Stacked, in_order, is_traced, join, split
 
 
 @public
@@ -37,27 +37,29 @@ def simulate(
     check_vma: bool = True,
     axis_names: Any = None,
 ) -> Simulation:
-    """Returns `jax.shard_map(body, ...)` for the one device that is here, whatever the mesh's size.
+    """Returns `jax.shard_map(body, ...)` simulated on one device, whatever the size of the mesh.
 
-    It is called with global arrays, under jit, grad, vmap or none of them, and returns global
-    arrays. The body is traced by JAX's own shard_map, so it sees local shapes and its collectives
-    mean what they mean on real devices; then all devices are run at once.
+    Call it with global arrays, optionally under jit, grad or vmap; it returns global arrays. JAX's
+    own shard_map traces the body, so the body sees local shapes and its collectives behave as they
+    do on real devices. All simulated devices then run at once.
 
     Args:
         body: a function of local arrays, with collectives. As in `jax.shard_map`, arguments may be
-            any pytrees, NNX modules and states among them.
-        mesh: of devices, abstract, or written as `"data=2,model=4"`.
-        in_specs: a spec for each argument, or a tree of them that is a prefix of the argument's.
+            any pytrees, including NNX modules and states.
+        mesh: a mesh of devices, an abstract mesh, or text such as `"data=2,model=4"`.
+        in_specs: a spec for each argument, or a tree of specs that is a prefix of the argument's
+            tree.
         out_specs: the same for what the body returns.
-        check: whether devices that disagree where `out_specs` says that they hold the same are
-            an error (a `LayoutError` with code SW501), up to rounding.
-        check_vma: as in `jax.shard_map`: it decides what the gradient of a collective within
-            the body is. It is the same here.
-        axis_names: as in `jax.shard_map`: the axes that the body sees; all by default.
+        check: whether it is an error (a `LayoutError` with code SW501) if devices disagree, beyond
+            rounding, where `out_specs` says that they hold the same value.
+        check_vma: as in `jax.shard_map`, where it also decides the gradient of a collective inside
+            the body.
+        axis_names: as in `jax.shard_map`, the axes that are manual in the body; all by default.
 
     Raises:
-        LayoutError: when called: a spec names an axis that the mesh has not, or twice, has more
-            entries than the array has dims, or splits a dim unevenly; or see `check`.
+        LayoutError: on a call, if a spec names an axis that is not on the mesh, names an axis
+            twice, has more entries than the array has dims, or splits a dim unevenly. See also
+            `check`.
 
     Example:
         >>> import jax, jax.numpy as jnp, shardwise as sw
@@ -78,7 +80,7 @@ class Simulation:
     """A simulated shard_map: call it with global arrays. See `simulate`.
 
     Attributes:
-        mesh: its axes.
+        mesh: the mesh, without devices.
     """
 
     def __init__(
@@ -91,15 +93,15 @@ class Simulation:
         check_vma: bool,
         axis_names: Any,
     ):
-        """Reads the mesh; the specs are read when the arguments are known."""
+        """Reads the mesh; the specs are read on a call, when the arguments are known."""
         if not callable(body):
-            raise ValueError(f"simulate takes a function, got a {type(body).__name__}")
-        given = make_mesh(mesh, on="none") if isinstance(mesh, str) else mesh
-        if not hasattr(given, "axis_names"):
+            raise ValueError(f"simulate takes a function, got {type(body).__name__}")
+        found = make_mesh(mesh, on="none") if isinstance(mesh, str) else mesh
+        if not hasattr(found, "axis_names"):
             raise ValueError(
-                f"mesh is a {type(mesh).__name__}: give a mesh, or write it as 'data=2,model=4'"
+                f"mesh must be a mesh, or text such as 'data=2,model=4', got {type(mesh).__name__}"
             )
-        self.mesh = plain_mesh(given)
+        self.mesh = plain_mesh(found)
         manual = set(axis_names or self.mesh.axis_names)
         for axis in manual - set(self.mesh.axis_names):
             raise ValueError(
@@ -117,35 +119,35 @@ class Simulation:
 
     def __call__(self, *args: Any) -> Any:
         """Returns what `jax.shard_map` returns for the same global arguments."""
-        body, held, _ = self._prepare(args)
-        agreement = self._agreement(held) if self._checks else None
-        outs = self._run(body, held, agreement)
+        body, stacked, _ = self._prepare(args)
+        agreement = self._agreement(stacked) if self._checks else None
+        outs = self._run(body, stacked, agreement)
         specs = self._specs_of_outputs(body, outs)
         if agreement is not None:
             Findings(tuple(self._disagreements(agreement, body, outs, specs))).raise_if_errors()
         sizes = self._setting.sizes
-        whole = [join(_representative(o, s), s, sizes) for o, s in zip(outs, specs, strict=True)]
-        return jax.tree.unflatten(body.out_tree, whole)
+        arrays = [join(_representative(o, s), s, sizes) for o, s in zip(outs, specs, strict=True)]
+        return jax.tree.unflatten(body.out_tree, arrays)
 
     def check(self, *args: Any) -> Findings:
-        """Returns all that is wrong or suspicious of specs, values and collectives; it runs once.
+        """Runs the body once and returns all findings about specs, values and collectives.
 
         Args:
             *args: global arrays, as for a call.
         """
         try:
-            body, held, _ = self._prepare(args)
-            agreement = self._agreement(held)
-            outs = self._run(body, held, agreement)
+            body, stacked, _ = self._prepare(args)
+            agreement = self._agreement(stacked)
+            outs = self._run(body, stacked, agreement)
             specs = self._specs_of_outputs(body, outs)
         except LayoutError as error:
             return error.findings
         found = self._disagreements(agreement, body, outs, specs)
-        told = {finding.path for finding in found}
+        reported = {finding.path for finding in found}
         if self._setting.typed:
             rows = zip(_output_paths(body, outs), specs, body.out_varying, outs, strict=True)
             suspects = [unproven(*row, self._show()) for row in rows]
-            found += [f for f in suspects if f is not None and f.path not in told]
+            found += [f for f in suspects if f is not None and f.path not in reported]
         return Findings(tuple(found))
 
     def trace(self, *args: Any) -> Trace:
@@ -154,35 +156,35 @@ class Simulation:
         Args:
             *args: global arrays, as for a call.
         """
-        body, held, _ = self._prepare(args)
+        body, stacked, _ = self._prepare(args)
         tracker = Tracker(self._setting.sizes)
-        outs = self._run(body, held, tracker=tracker)
+        outs = self._run(body, stacked, tracker=tracker)
         jax.block_until_ready([o.value for o in outs])
         jax.effects_barrier()
         return Trace(self._show(), tuple(tracker.events()))
 
     def shards(self, *args: Any) -> Shards:
-        """Returns what every simulated device is given and returns, by its mesh coordinates.
+        """Returns the inputs and outputs of every simulated device, by its mesh coordinates.
 
         Args:
             *args: global arrays, as for a call.
         """
-        body, held, tree = self._prepare(args)
-        outs = self._run(body, held)
+        body, stacked, tree = self._prepare(args)
+        outs = self._run(body, stacked)
         paths, _ = jax.tree_util.tree_flatten_with_path(args)
         names = [self._argument_path(path) for path, _ in paths]
         out_names = [p.removeprefix("output").lstrip(".") for p in _output_paths(body, outs)]
         return Shards(
             self._show(),
             self._setting.sizes,
-            (tree, held, names),
+            (tree, stacked, names),
             (body.out_tree, outs, out_names),
         )
 
     def _show(self) -> str:
         return show_mesh(self.mesh)
 
-    def _prepare(self, args: Sequence[Any]) -> tuple[Body, list[Held], Any]:
+    def _prepare(self, args: Sequence[Any]) -> tuple[Body, list[Stacked], Any]:
         leaves, tree = jax.tree_util.tree_flatten_with_path(args)
         arrays = [_unsharded(jnp.asarray(leaf)) for _, leaf in leaves]
         paths = [self._argument_path(path) for path, _ in leaves]
@@ -205,31 +207,31 @@ class Simulation:
     def _run(
         self,
         body: Body,
-        held: Sequence[Held],
+        stacked: Sequence[Stacked],
         agreement: AgreementCheck | None = None,
         tracker: Tracker | None = None,
-    ) -> list[Held]:
+    ) -> list[Stacked]:
         log = None if tracker is None else tracker.log
         machine = Machine(self._setting, log, None if agreement is None else agreement.ways)
-        return machine.run_body(body, held)
+        return machine.run_body(body, stacked)
 
-    def _agreement(self, held: Sequence[Held]) -> AgreementCheck:
-        # Within a jit even a sum of constants has no value yet.
-        traced = is_traced(jnp.add(0, 0)) or any(is_traced(h.value) for h in held)
+    def _agreement(self, stacked: Sequence[Stacked]) -> AgreementCheck:
+        # Inside a jit even a sum of constants is traced.
+        traced = is_traced(jnp.add(0, 0)) or any(is_traced(s.value) for s in stacked)
         return AgreementCheck(self._show(), eager=not traced)
 
     def _disagreements(
-        self, agreement: AgreementCheck, body: Body, outs: Sequence[Held], specs: Sequence[P]
+        self, agreement: AgreementCheck, body: Body, outs: Sequence[Stacked], specs: Sequence[P]
     ) -> list[Finding]:
         for path, out, spec in zip(_output_paths(body, outs), outs, specs, strict=True):
             agreement.outputs(path, spec, out)
         return agreement.findings(outs)
 
-    def _specs_of_outputs(self, body: Body, outs: Sequence[Held]) -> list[P]:
+    def _specs_of_outputs(self, body: Body, outs: Sequence[Stacked]) -> list[P]:
         sample = jax.tree.unflatten(body.out_tree, outs)
         specs = _broadcast(self._out_specs, sample, "out_specs", "returned values")
         sizes = self._setting.sizes
-        # The dims that are joined are those of a shard: any shard divides.
+        # A shard of any size can be joined, so divisibility is not checked: all sizes are 0.
         found = [
             make_finding(f.code, path, f.message, f.help, self._context(o.local_shape, s))
             for path, o, s in zip(_output_paths(body, outs), outs, specs, strict=True)
@@ -246,7 +248,7 @@ class Simulation:
                 yield make_finding(fault.code, path, fault.message, fault.help, context)
 
     def _faults_of_out_specs(self) -> Iterator[Finding]:
-        """Yields what is wrong with them whatever is returned, for when nothing can be."""
+        """Yields the faults of `out_specs` that can be found without running the body."""
         rows = jax.tree_util.tree_leaves_with_path(self._out_specs, is_leaf=_is_spec)
         for path, spec in rows:
             shape = (0,) * len(spec) if _is_spec(spec) else ()
@@ -259,10 +261,11 @@ class Simulation:
         return f"shape {tuple(shape)}  spec {show_spec(spec)}  mesh {self._show()}"
 
     def _require_bound(self, flat: Any, arrays: Any, specs: Any) -> None:
-        """Raises a finding if the body uses an axis that the mesh has not."""
-        try:  # without its account of what varies JAX says it in one way
+        """Raises a finding if the body uses an axis that is not on the mesh."""
+        try:  # without check_vma JAX always reports this with the same error
             trace_body(flat, arrays, specs, dataclasses.replace(self._setting, typed=False))
         except NameError as error:
+            # The axis is in the sentence alone: JAX leaves the error's `name` unset.
             if (unbound := re.search(r"unbound axis name: (\w+)", str(error))) is None:
                 return
             finding = make_finding(
@@ -273,7 +276,7 @@ class Simulation:
                 f"mesh {self._show()}",
             )
             raise LayoutError(Findings((finding,))) from None
-        except Exception:  # not about axes: the error of the first trace is the one to tell
+        except Exception:  # not about axes: the error of the first trace is the one to report
             return
 
     def _argument_path(self, path: Sequence[Any]) -> str:
@@ -288,28 +291,28 @@ class Simulation:
 
 
 def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
-    """Returns a spec for each leaf of `tree`; `specs` is a prefix of it, None as good as P()."""
+    """Returns a spec for each leaf of `tree`; `specs` is a prefix of it, and None means P()."""
     specs = jax.tree.map(lambda s: P() if s is None else s, specs, is_leaf=lambda s: s is None)
     try:
-        whole = jax.tree.broadcast(specs, tree, is_leaf=_is_spec)
+        full = jax.tree.broadcast(specs, tree, is_leaf=_is_spec)
     except ValueError as error:
         raise ValueError(
-            f"{word} does not have the structure of the {of}, nor is it a prefix of it: "
-            f"{word} is {shorten(str(jax.tree.structure(specs, is_leaf=_is_spec)))}, they are "
+            f"{word} does not match the structure of the {of}, nor is it a prefix of it: "
+            f"{word} is {shorten(str(jax.tree.structure(specs, is_leaf=_is_spec)))}, the {of} are "
             f"{shorten(str(jax.tree.structure(tree)))}. Give one spec for each, or one for all"
         ) from error
-    leaves = jax.tree.leaves(whole, is_leaf=_is_spec)
+    leaves = jax.tree.leaves(full, is_leaf=_is_spec)
     for leaf in leaves:
         if not _is_spec(leaf):
             raise ValueError(
-                f"{word} has {show_value(leaf)}, a {type(leaf).__name__}: it is made of PartitionSpecs, "
+                f"{word} contains {show_value(leaf)}, a {type(leaf).__name__}: use PartitionSpecs, "
                 f"such as P('data')"
             )
     return [require_spec(leaf, word) for leaf in leaves]
 
 
 def _unsharded(array: Any) -> Any:
-    """Returns an array whose type names no axis: where it lies is none of the simulation's business."""
+    """Returns an array whose type names no axis: its sharding must not affect the simulation."""
     if any(entry is not None for entry in jax.typeof(array).sharding.spec):
         return jax.reshard(array, P(*(None,) * array.ndim))
     return array
@@ -319,9 +322,9 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, P)
 
 
-def _output_paths(body: Body, outs: Sequence[Held]) -> list[str]:
+def _output_paths(body: Body, outs: Sequence[Stacked]) -> list[str]:
     sample = jax.tree.unflatten(body.out_tree, outs)
-    leaves = jax.tree_util.tree_leaves_with_path(sample, is_leaf=lambda x: isinstance(x, Held))
+    leaves = jax.tree_util.tree_leaves_with_path(sample, is_leaf=lambda x: isinstance(x, Stacked))
     return [_dotted("output", path) for path, _ in leaves]
 
 
@@ -330,16 +333,16 @@ def _dotted(name: str, path: Sequence[Any]) -> str:
     return f"{name}.{rest}" if rest else name
 
 
-def _representative(held: Held, spec: P) -> Held:
-    """Returns the value of the first device along each axis that the spec leaves out."""
-    for axis in reversed(axes_left_out(held.axes, spec)):
-        at = held.axes.index(axis)
-        held = Held(_first(held.value, at), tuple(a for a in held.axes if a != axis))
-    return held
+def _representative(stacked: Stacked, spec: P) -> Stacked:
+    """Returns the value on the first device along each axis that the spec leaves out."""
+    for axis in reversed(axes_left_out(stacked.axes, spec)):
+        at = stacked.axes.index(axis)
+        stacked = Stacked(_first(stacked.value, at), tuple(a for a in stacked.axes if a != axis))
+    return stacked
 
 
 def _first(value: Any, dim: int) -> Any:
-    """Returns the first along `dim`; each device gets its part of the cotangent, as a real one."""
+    """Returns the first entry along `dim`; the cotangent is shared, as it is on real devices."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return jnp.take(value, 0, axis=dim)
     fn = jax.custom_jvp(lambda v: jnp.take(v, 0, axis=dim))

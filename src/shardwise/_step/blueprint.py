@@ -348,6 +348,7 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
 
 def _axis_types_help(error: Exception) -> str:
     """Returns what to do about a model that is written for axes of the other type, or nothing."""
+    # A ValueError of JAX like many, without a property to ask.
     if "type Auto" in str(error) and "PartitionSpec" in str(error):
         return (
             "help: the model names the sharding of results (out_sharding=), which needs axes of "

@@ -34,7 +34,7 @@ from .datasets import Data, open_batches
 from .fingerprint import program_parts, require_same_run, run_parts
 from .progress import RunLog, require_logs
 from .replicas import Replicas, ReplicasDiffer
-from .stopping import Stopped, Stopping
+from .stopping import Agreement, Stopped, Stopping
 from .train import Step, begin, given_arrays
 
 _PROFILED_STEPS = 5
@@ -244,6 +244,8 @@ class _Saver:
         # What is infinite from the start, such as a mask or the best loss so far, is meant so.
         self._finite = _finite_arrays(state) if checkpoints else []
         self._replicas: Replicas | None = None
+        timed = checkpoints is not None and checkpoints.minutes and jax.process_count() > 1
+        self._late = Agreement(state.step.sharding.mesh) if timed else None
 
     def due(self, number: int) -> bool:
         every = self.checkpoints.every if self.checkpoints else None
@@ -253,7 +255,8 @@ class _Saver:
         if not minutes:
             return False
         late = time.monotonic() - self._saved_at >= 60 * minutes
-        return bool(_same_everywhere(late)) if jax.process_count() > 1 else late
+        # Clocks differ: when it is late for one process, all save, two steps later at most.
+        return late if self._late is None else bool(self._late.highest(late))
 
     def save(self, number: int, state: TrainState, position: int) -> None:
         if self.checkpoints is None:
@@ -261,6 +264,8 @@ class _Saver:
         self.checkpoints.save(
             number, state, position=position, layout=self.blueprint.layout, finite=self._finite
         )
+        if self._late is not None:
+            self._late.settle()  # what was late before this save is not after it
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
@@ -374,12 +379,6 @@ def _finite_arrays(state: TrainState) -> list[str]:
     }
     with own_mesh(state.step.sharding.mesh):
         return [show_array(name) for name, digest in digests(arrays)().items() if digest.finite]
-
-
-def _same_everywhere(mine: bool) -> Any:
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.broadcast_one_to_all(np.asarray(mine))
 
 
 def _require(

@@ -1,1 +1,1 @@
-"""Models that ship with the package, to try its commands on."""
+"""Models that ship with the package, to try its commands with."""

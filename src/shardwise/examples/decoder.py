@@ -1,4 +1,4 @@
-"""A small decoder in Flax NNX that knows nothing of meshes.
+"""A small decoder in Flax NNX that knows nothing about meshes.
 
 `shardwise plan shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor`
 """
@@ -30,7 +30,7 @@ class Block(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens to logits; the head is the embedding."""
+    """A decoder from tokens to logits, whose head shares the embedding's weights."""
 
     def __init__(self, rngs: nnx.Rngs):
         """Makes the layers."""
@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
 
 
 def make() -> Decoder:
-    """Returns the decoder: 21 million parameters."""
+    """Returns the decoder, with 21 million parameters."""
     return Decoder(nnx.Rngs(0))
 
 

@@ -1,4 +1,4 @@
-"""A small decoder on the bytes of a tale: what `shardwise demo` trains.
+"""A small decoder that learns the bytes of a short tale; `shardwise demo` trains it.
 
 `shardwise train shardwise.examples.text:recipe --mesh data=2,model=4 --on cpu:8 --steps 50`
 """
@@ -18,14 +18,14 @@ CONFIG = Config(layers=4, width=128, hidden=512, heads=8, vocab=256)
 
 
 def make() -> Decoder:
-    """Returns the decoder: 1.1 million parameters, one token for each byte."""
+    """Returns the decoder, with 1.1 million parameters and one token per byte."""
     return Decoder(CONFIG, rngs=nnx.Rngs(0))
 
 
 def data() -> sw.Data:
     """Returns samples of the tale that ships with the package.
 
-    It is short, so it is cut 16 times, each time from another byte on.
+    The tale is short, so it is used 16 times, each time starting at a different byte.
     """
     text = resources.files("shardwise.examples").joinpath("text.txt").read_bytes()
     raw = np.frombuffer(text, "uint8")

@@ -1,4 +1,4 @@
-"""Lessons with exercises that are checked: what `shardwise learn` lists and runs."""
+"""Lessons with checked exercises, which `shardwise learn` lists and runs."""
 
 from ._check import Marks as Marks
 from ._check import check as check

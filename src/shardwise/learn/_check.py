@@ -1,4 +1,4 @@
-"""Checking a user's file: a process of its own judges it, and is watched."""
+"""Checks a user's file in a separate process, under a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._exercise import Exercise, Lesson
 from ._judge import Outcome, late
 from ._lessons import find_lesson
 
-# The process stops itself at the limit and says at which line; this is for one that cannot.
+# The process stops itself at the limit and reports the line; the grace is for one that cannot.
 _GRACE_SECONDS = 5.0
 _START_SECONDS = 120.0
 
@@ -26,7 +26,7 @@ _START_SECONDS = 120.0
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marks:
-    """What came of a lesson's exercises.
+    """The outcomes of a lesson's exercises.
 
     Attributes:
         lesson: the lesson.
@@ -44,7 +44,7 @@ class Marks:
         return sum(outcome.status == "passed" for outcome in self.outcomes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as plain data, which `shardwise learn check --format json` prints."""
+        """Returns the marks as plain data, as `shardwise learn check --format json` prints them."""
         return {
             "lesson": self.lesson.number,
             "title": self.lesson.title,
@@ -57,18 +57,18 @@ class Marks:
 
 @public
 def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 60.0) -> Marks:
-    """Returns what the exercises of a lesson say of the functions in a file.
+    """Checks the functions in a file against the exercises of a lesson.
 
-    The file is run by a process of its own, on eight virtual CPU devices.
+    The file runs in a separate process, on eight virtual CPU devices.
 
     Args:
-        lesson: its number.
-        file: the user's.
-        only: the name of one exercise; all of the lesson if None.
-        seconds: that one exercise may take, all its cases together.
+        lesson: the number of the lesson.
+        file: the user's file.
+        only: the name of one exercise; all exercises of the lesson if None.
+        seconds: the time limit for one exercise, all its cases together.
 
     Raises:
-        ValueError: there is no such lesson, exercise or file, or importing the file failed.
+        ValueError: if there is no such lesson, exercise or file, or importing the file fails.
 
     Example:
         >>> import pathlib, tempfile
@@ -81,7 +81,7 @@ def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 6
     found = find_lesson(lesson)
     wanted = list(found.exercises) if only is None else [found.exercise(only)]
     if not seconds > 0:
-        raise ValueError(f"the limit is {seconds:g} s: give a time above 0")
+        raise ValueError(f"the time limit must be positive, got {seconds:g} s")
     path = Path(file)
     if path.is_dir():
         raise ValueError(f"{file} is a folder: name the file with your functions")
@@ -90,16 +90,16 @@ def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 6
             f"{file} does not exist: shardwise learn start {lesson} {file} writes a skeleton"
         )
     if path.suffix != ".py":
-        raise ValueError(f"{file} is no module: its name must end in .py")
+        raise ValueError(f"{file} is not a Python module: its name must end in .py")
     outcomes: list[Outcome] = []
-    # One that hangs or ends its process takes only itself along: the rest get another process.
+    # An exercise that hangs or kills its process fails alone: the rest get a new process.
     while len(outcomes) < len(wanted):
         outcomes += _run(found, str(path.resolve()), wanted[len(outcomes) :], seconds)
     return Marks(found, file, tuple(outcomes))
 
 
 def _run(lesson: Lesson, file: str, wanted: list[Exercise], seconds: float) -> list[Outcome]:
-    """Returns the outcomes of one process: at least one."""
+    """Returns the outcomes from one process: at least one."""
     names = [exercise.name for exercise in wanted]
     command = [sys.executable, "-P", "-m", "shardwise.learn._worker", file, str(lesson.number)]
     process = subprocess.Popen(
@@ -118,7 +118,7 @@ def _run(lesson: Lesson, file: str, wanted: list[Exercise], seconds: float) -> l
     for reader in readers.values():
         reader.start()
     outcomes: list[Outcome] = []
-    now: str | None = None  # None while it starts, empty while it imports the file
+    now: str | None = None  # None while the process starts, empty while it imports the file
     try:
         while len(outcomes) < len(wanted):
             limit = _START_SECONDS if now is None else seconds + _GRACE_SECONDS
@@ -143,7 +143,7 @@ def _run(lesson: Lesson, file: str, wanted: list[Exercise], seconds: float) -> l
         process.kill()
         process.wait()
         for pipe, reader in readers.items():
-            # Not for ever: a process that the user's file started may hold the pipe.
+            # With a timeout: a process that the user's file started may keep the pipe open.
             reader.join(timeout=1.0)
             if not reader.is_alive():
                 pipe.close()
@@ -171,7 +171,7 @@ def _stopped(lesson: Lesson, name: str, status: str, message: str) -> Outcome:
 def _ended(code: int) -> str:
     if code >= 0:
         return f"ended the process with status {code}"
-    return f"ended the process by {signal.Signals(-code).name}"
+    return f"ended the process with {signal.Signals(-code).name}"
 
 
 def _name(file: str) -> str:

@@ -1,4 +1,4 @@
-"""Comparing what a solution returned with what was expected, and saying the difference in words."""
+"""Compares what a solution returned with what was expected, and describes the difference."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .._layout import Layout, show_shape
 from .._mesh import normal_spec, show_mesh, show_spec
 
 _LONGEST = 240
-# Sums on several devices are taken in another order than on one.
+# Several devices sum in a different order than one.
 _RELATIVE, _ABSOLUTE = 2e-4, 1e-5
 
 
 def difference(returned: Any, expected: Any) -> str | None:
-    """Returns how `returned` differs from `expected`, in words, or None if it does not.
+    """Returns a description of how `returned` differs from `expected`, or None if it does not.
 
-    Arrays and floats are compared with a tolerance; specs that mean the same are equal; a list
-    stands for a tuple.
+    Arrays and floats are compared with a tolerance, equivalent specs are equal, and a list may
+    stand in for a tuple.
 
     Example:
         >>> from shardwise.learn._compare import difference
@@ -61,16 +61,16 @@ def _spec_difference(returned: Any, expected: P, what: str) -> str | None:
 
 def _array_difference(returned: Any, expected: Any, what: str) -> str | None:
     try:
-        # What became a list or a number of Python's is no array that a device holds.
+        # A list or a Python number is not an array on a device.
         if not isinstance(returned, jax.Array | np.ndarray | np.generic):
             raise TypeError
         got, want = np.asarray(returned), np.asarray(expected)
     except (TypeError, ValueError, RuntimeError):
         return f"{what} is {_kind(returned)}, expected an array of {show_shape(expected)}"
     if got.shape != want.shape:
-        return f"{what} has the shape {got.shape}, expected {want.shape}"
+        return f"{what} has shape {got.shape}, expected {want.shape}"
     if got.dtype != want.dtype:
-        return f"{what} has the dtype {got.dtype}, expected {want.dtype}"
+        return f"{what} has dtype {got.dtype}, expected {want.dtype}"
     if not jnp.issubdtype(want.dtype, jnp.inexact):
         wrong = got != want
     else:
@@ -93,10 +93,10 @@ def _mapping_difference(returned: Any, expected: Mapping[Any, Any], what: str) -
         return f"{what} is {_kind(returned)}, expected a dict"
     for key in expected:
         if key not in returned:
-            return f"{what} lacks the key {key!r}"
+            return f"{what} has no key {key!r}"
     for key in returned:
         if key not in expected:
-            return f"{what} has the key {key!r}, which does not belong there"
+            return f"{what} has an unexpected key {key!r}"
     for key, value in expected.items():
         found = _difference(returned[key], value, f"the value at {key!r}")
         if found:
@@ -105,7 +105,7 @@ def _mapping_difference(returned: Any, expected: Mapping[Any, Any], what: str) -
 
 
 def _sequence_difference(returned: Any, expected: Any, what: str) -> str | None:
-    # A spec is not taken for a tuple, though it looks like one.
+    # A spec does not count as a tuple, though it looks like one.
     if not isinstance(returned, tuple | list) or isinstance(returned, P):
         return f"{what} is {_kind(returned)}, expected a {type(expected).__name__}"
     if len(returned) != len(expected):
@@ -135,10 +135,10 @@ def _plain_difference(returned: Any, expected: Any, what: str) -> str | None:
 
 
 def show(value: Any) -> str:
-    """Returns a value as it would be written, or for arrays what they hold, not too long."""
+    """Returns a value as source text, or the contents of an array, shortened if long."""
     try:
         text = _show(value)
-    except Exception:  # a repr of the user's own
+    except Exception:  # a repr that the user defined
         text = f"a {type(value).__name__}"
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

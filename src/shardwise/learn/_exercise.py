@@ -1,4 +1,4 @@
-"""What a lesson, an exercise and a case are."""
+"""Lessons, exercises and cases."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .._base import public
 
 
 class Differs(Exception):  # noqa: N818 - a verdict on the solution, not a failure of ours
-    """A solution is wrong in a way that a returned value would not show: the text says how."""
+    """A solution is wrong in a way that its return value would not show; the text says how."""
 
 
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One use of the user's function, and what must come of it.
+    """One use of the user's function, and the expected result.
 
     Attributes:
-        arguments: what the function is called with.
-        expected: what must come back; computed by JAX or Shardwise when the case is made.
-        run: how the function is used, where it is more than a call with `arguments`: a body is
-            run by `jax.shard_map`, for instance. It may raise `Differs`.
-        call: the use in words; `name(arguments)` if empty.
-        hint: what to think of if this case differs; the exercise's own if empty.
+        arguments: the arguments of the call.
+        expected: the expected result, computed by JAX or Shardwise when the case is built.
+        run: runs the function, if that takes more than a call with `arguments`: `jax.shard_map`
+            runs a body, for instance. It may raise `Differs`.
+        call: a description of the call; `name(arguments)` if empty.
+        hint: what to consider if this case fails; the exercise's own hint if empty.
     """
 
     arguments: tuple[Any, ...]
@@ -41,12 +41,12 @@ class Exercise:
     """A function for the user to write.
 
     Attributes:
-        name: of the function.
-        parameters: of the function, as they stand in its signature.
-        task: what it is given and must return.
+        name: the name of the function.
+        parameters: its parameters, as written in its signature.
+        task: what it takes and must return.
         example: a call, and what it returns.
-        hint: what to think of if a case differs.
-        cases: makes the cases, edge cases among them.
+        hint: what to consider if a case fails.
+        cases: builds the cases, including edge cases.
     """
 
     name: str
@@ -65,13 +65,13 @@ class Exercise:
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lesson:
-    """A page that teaches, and its exercises.
+    """A page of the docs, and its exercises.
 
     Attributes:
-        number: counted from 1.
+        number: its number, counted from 1.
         title: what it teaches.
         page: its file in the docs.
-        exercises: numbered within the lesson from 1: the third of lesson 2 is 2.3.
+        exercises: numbered from 1 within the lesson: the third of lesson 2 is 2.3.
     """
 
     number: int
@@ -84,10 +84,10 @@ class Lesson:
         return f"{self.number}.{self.exercises.index(exercise) + 1}"
 
     def exercise(self, name: str) -> Exercise:
-        """Returns the exercise of that name.
+        """Returns the exercise with that name.
 
         Raises:
-            ValueError: the lesson has none; the nearest is named.
+            ValueError: if the lesson has none; the error suggests the closest name.
         """
         names = [exercise.name for exercise in self.exercises]
         if name in names:

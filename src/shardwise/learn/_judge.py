@@ -1,4 +1,4 @@
-"""Judging one function by the cases of its exercise, in this process."""
+"""Judges one function by the cases of its exercise, in this process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _LONGEST_MESSAGE = 300
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one exercise.
+    """The outcome of one exercise.
 
     Attributes:
-        number: such as `2.3`.
-        name: of the function.
-        status: `passed`; `differs` (a case's result), `raised` (an error), `timeout` (it was
-            stopped), `ended` (it ended the process), `unwritten` (it raises
-            `NotImplementedError`), `missing` (it is not in the file).
-        cases: how many were passed.
-        call: the first case that was not, in words.
-        returned: what came back then.
-        expected: what should have.
+        number: the number of the exercise, such as `2.3`.
+        name: the name of the function.
+        status: `passed`; `differs` (the result of a case is wrong), `raised` (an error),
+            `timeout` (it was stopped), `ended` (it ended the process), `unwritten` (it raises
+            `NotImplementedError`), or `missing` (it is not in the file).
+        cases: how many cases passed.
+        call: the first case that failed, as a call.
+        returned: what that call returned.
+        expected: what it should have returned.
         message: what is wrong, in one sentence.
-        place: the user's own file and line, where there is one.
-        hint: what to think of.
+        place: the line in the user's file, if there is one.
+        hint: what to consider.
     """
 
     number: str
@@ -52,21 +52,21 @@ class Outcome:
 
 
 class _Late(BaseException):
-    """The alarm rang: no `except Exception` of the user's stops it."""
+    """The time limit was reached; `except Exception` in the user's code does not catch this."""
 
 
 @public
 def judge(
     exercise: Exercise, function: Any, *, number: str = "", file: str = "", seconds: float = 0
 ) -> Outcome:
-    """Returns what the cases of an exercise say of a function.
+    """Judges a function by the cases of an exercise.
 
     Args:
-        exercise: what it should do.
-        function: the user's.
-        number: of the exercise.
-        file: the user's, to tell its lines from others.
-        seconds: after which it is stopped, where the system has an alarm; 0 for never.
+        exercise: what the function should do.
+        function: the user's function.
+        number: the number of the exercise.
+        file: the user's file, used to find the user's own lines in a traceback.
+        seconds: the time limit, on systems with an alarm signal; 0 for no limit.
 
     Example:
         >>> from shardwise import learn
@@ -86,31 +86,31 @@ def judge(
                 returned = _run(case, function)
                 text = _compared(returned, case.expected)
                 if text:
-                    told = dataclasses.replace(
+                    return dataclasses.replace(
                         _at(blank, exercise, case, passed),
+                        status="differs",
                         returned=show(returned),
                         expected=show(case.expected),
+                        message=text,
                     )
-                    return dataclasses.replace(told, status="differs", message=text)
                 passed += 1
     except _Raised as error:
         assert case is not None
-        told = _at(blank, exercise, case, passed)
-        return _failed(told, error.cause, file)
+        return _failed(_at(blank, exercise, case, passed), error.cause, file)
     except _Late as error:
-        told = _at(blank, exercise, case, passed) if case else blank
+        outcome = _at(blank, exercise, case, passed) if case else blank
         place = own_line(error, file)
-        return dataclasses.replace(told, status="timeout", message=late(seconds), place=place)
+        return dataclasses.replace(outcome, status="timeout", message=late(seconds), place=place)
     return dataclasses.replace(blank, cases=passed)
 
 
 def late(seconds: float) -> str:
-    """Returns that a function took too long, in words."""
+    """Returns the message for a function that took too long."""
     return f"it took more than {seconds:g} s"
 
 
 def own_line(error: BaseException, file: str) -> str:
-    """Returns the innermost of the user's own lines: `my.py:12: return x / 0`, or nothing."""
+    """Returns the user's innermost line, as `my.py:12: return x / 0`, or an empty string."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         text = (error.text or "").strip()
         name = f"{os.path.basename(error.filename)}:{error.lineno}"
@@ -123,10 +123,10 @@ def own_line(error: BaseException, file: str) -> str:
 
 
 def one_sentence(error: BaseException) -> str:
-    """Returns an error's type and text on one line, not too long."""
-    # A SyntaxError's own text repeats its place.
-    told = error.msg if isinstance(error, SyntaxError) else str(error)
-    text = " ".join(told.split())
+    """Returns an error's type and text on one line, shortened if long."""
+    # The text of a SyntaxError repeats its location.
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = " ".join(message.split())
     text = text if len(text) <= _LONGEST_MESSAGE else f"{text[: _LONGEST_MESSAGE - 1]}…"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -147,7 +147,7 @@ def _run(case: Case, function: Callable[..., Any]) -> Any:
 def _compared(returned: Any, expected: Any) -> str | None:
     try:
         return difference(returned, expected)
-    except Exception as error:  # an object of the user's own that does not let itself be compared
+    except Exception as error:  # an object of the user's that cannot be compared
         return f"it cannot be compared: {one_sentence(error)}"
 
 
@@ -157,20 +157,20 @@ def _at(blank: Outcome, exercise: Exercise, case: Case, passed: int) -> Outcome:
     return dataclasses.replace(blank, cases=passed, call=call, hint=hint)
 
 
-def _failed(told: Outcome, error: BaseException, file: str) -> Outcome:
+def _failed(outcome: Outcome, error: BaseException, file: str) -> Outcome:
     if isinstance(error, Differs):
-        return dataclasses.replace(told, status="differs", message=str(error))
+        return dataclasses.replace(outcome, status="differs", message=str(error))
     if isinstance(error, NotImplementedError) and "NotImplementedError" in own_line(error, file):
         return dataclasses.replace(
-            told, status="unwritten", call="", hint="", message="it is not written yet"
+            outcome, status="unwritten", call="", hint="", message="it is not written yet"
         )
     return dataclasses.replace(
-        told, status="raised", message=one_sentence(error), place=own_line(error, file)
+        outcome, status="raised", message=one_sentence(error), place=own_line(error, file)
     )
 
 
 def _misshapen(exercise: Exercise, function: Any) -> str:
-    """Returns why a thing cannot be called as the exercise says, or nothing."""
+    """Returns why `function` cannot be called as the exercise says, or an empty string."""
     if not callable(function):
         return f"it is the {type(function).__name__} {show(function)}, not a function"
     try:
@@ -186,7 +186,7 @@ def _misshapen(exercise: Exercise, function: Any) -> str:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raises `_Late` in the main thread after so long, where the system can."""
+    """Raises `_Late` in the main thread after the time limit, on systems that support it."""
     if not seconds or not hasattr(signal, "setitimer"):
         yield
         return

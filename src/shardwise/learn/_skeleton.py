@@ -1,4 +1,4 @@
-"""The file that a user starts from: every function of a lesson, not yet written."""
+"""The file that a user starts from: every function of a lesson, with an empty body."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs a user's file against exercises; a process of its own, so that it may hang or end.
+"""Runs a user's file against exercises, in a separate process that may hang or die.
 
     python -m shardwise.learn._worker FILE LESSON SECONDS NAME…
 
-Each line that it writes is JSON: what begins, then what came of it.
+Each line that it writes is JSON: which exercise begins, then its outcome.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ._judge import Outcome, judge, one_sentence, own_line
 from ._lessons import find_lesson
 
 DEVICES = 8
-"""Virtual CPU devices: what every exercise is checked on."""
+"""The number of virtual CPU devices that every exercise is checked on."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Judges the named exercises, and writes what came of each."""
+    """Judges the named exercises, and writes the outcome of each."""
     file, lesson_number, seconds, *names = arguments
-    # What the user prints goes to the terminal; these lines are for the process that asked.
+    # What the user's code prints goes to stderr; stdout is for the parent process.
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    jax.devices()  # a file that asks for others is told by JAX that it is too late
+    jax.devices()  # if the file asks for other devices, JAX raises that it is too late
     _say(lines, begin="")
     try:
         module = load_file(file)

@@ -1,4 +1,4 @@
-"""Models in Flax NNX that know nothing of meshes: their dims have names, a layout says the rest."""
+"""Flax NNX models that know nothing about meshes: their dims have names, and a layout maps them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # The sizes are known without Flax: the shell completes their names.
+    # The configs load without Flax, so that shell completion of their names is fast.
     if name not in ("Decoder", "next_token_loss"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import _decoder

@@ -1,4 +1,4 @@
-"""The sizes and choices of a decoder."""
+"""The configuration of a decoder."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ ACTIVATIONS = ("silu", "gelu")
 @public
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """The sizes of a decoder, and what its family does differently from others.
+    """The sizes of a decoder, and the options in which model families differ.
 
     Attributes:
-        layers: how many blocks.
-        width: of the residual stream.
-        hidden: of the MLP, or of each expert.
-        heads: of queries.
-        vocab: how many tokens there are.
-        kv_heads: of keys and values; as many as of queries if None.
-        depth: of a head; `width // heads` if None.
-        tied: whether the head is the embedding.
+        layers: the number of blocks.
+        width: the width of the residual stream.
+        hidden: the hidden width of the MLP, or of each expert.
+        heads: the number of query heads.
+        vocab: the size of the vocabulary.
+        kv_heads: the number of key and value heads; `heads` if None.
+        depth: the depth of a head; `width // heads` if None.
+        tied: whether the output head shares the embedding's weights.
         rope_theta: the base of the rotary wavelengths.
-        rope_scale: what positions are divided by, in layers that see everything.
-        window: how many positions a local layer sees, its own included.
-        period: every `period`-th layer sees everything; those between see their `window`.
+        rope_scale: the factor by which positions are divided in global layers.
+        window: how many positions a local layer attends to, including its own.
+        period: every `period`-th layer is global; the layers between attend to their `window`.
         local_theta: the base of the rotary wavelengths of local layers; `rope_theta` if None.
-        query_scale: what queries are multiplied with; `depth ** -0.5` if None.
-        qk_norm: whether queries and keys are normalised, head by head.
-        post_norms: whether what attention and MLP return is normalised too.
-        offset_norms: whether a norm multiplies with `1 + scale` rather than with `scale`.
-        norm_eps: what a norm adds to the mean square.
-        scale_embed: whether embeddings are multiplied with the square root of `width`.
-        activation: of the MLP's gate: `"silu"`, or `"gelu"`, which is approximated by tanh.
-        experts: how many MLPs a block has to choose from; None for one MLP and no choice.
-        chosen: how many experts each token goes to.
+        query_scale: the factor by which queries are multiplied; `depth ** -0.5` if None.
+        qk_norm: whether queries and keys are normalised, per head.
+        post_norms: whether the outputs of attention and MLP are normalised too.
+        offset_norms: whether a norm multiplies by `1 + scale` rather than by `scale`.
+        norm_eps: the epsilon that a norm adds to the mean square.
+        scale_embed: whether embeddings are multiplied by the square root of `width`.
+        activation: the activation of the MLP's gate: `"silu"`, or `"gelu"` (the tanh
+            approximation).
+        experts: the number of experts of each block; None for a single MLP.
+        chosen: how many experts each token is routed to.
         capacity: how many tokens of a sequence an expert takes, as a multiple of its even share;
-            tokens beyond it pass by. None drops no token.
-        scan: whether the blocks are stacked and scanned over, so that compiling takes as long for
-            100 layers as for one. Unrolled is faster on a GPU.
-        remat: what the backward pass of each block computes again: a policy of
-            `jax.checkpoint_policies` by name, such as `"nothing_saveable"`.
+            tokens beyond that skip the expert. None drops no tokens.
+        scan: whether the blocks are stacked and scanned, so that 100 layers compile as fast as
+            one. Unrolled blocks run faster on a GPU.
+        remat: what the backward pass of each block recomputes: the name of a policy in
+            `jax.checkpoint_policies`, such as `"nothing_saveable"`.
 
     Example:
         >>> from shardwise import models
@@ -77,38 +78,42 @@ class Config:
     remat: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what makes no decoder."""
+        """Rejects settings that do not make a decoder."""
         if self.depth is None and self.width % self.heads:
             raise ValueError(
-                f"width {self.width} is not a multiple of heads {self.heads}: give depth="
+                f"width {self.width} is not a multiple of heads {self.heads}: set depth="
             )
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head_depth % 2:
-            raise ValueError(f"depth {self.head_depth} is odd: rotary positions turn pairs")
+            raise ValueError(f"depth {self.head_depth} is odd: rotary embeddings need pairs")
         if self.period < 1 or (self.period > 1) != (self.window is not None):
             raise ValueError(
                 f"period {self.period} and window {self.window} do not go together: local layers "
-                f"need a window and a period above 1, a decoder without them neither"
+                f"need a window and a period above 1, and a decoder without local layers needs "
+                f"neither"
             )
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window {self.window} lets a position not even see itself")
+            raise ValueError(f"window must be a positive integer, got {self.window}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"activation {self.activation!r} is not known: use {' or '.join(ACTIVATIONS)}"
+                f"activation must be {' or '.join(ACTIVATIONS)}, got {self.activation!r}"
             )
         if self.experts is not None and not 1 <= self.chosen <= self.experts:
-            raise ValueError(f"chosen {self.chosen} of {self.experts} experts: choose 1 to all")
+            raise ValueError(
+                f"chosen must be between 1 and the number of experts, {self.experts}, "
+                f"got {self.chosen}"
+            )
         if self.capacity is not None and (self.experts is None or self.capacity <= 0):
             raise ValueError(
-                f"capacity {self.capacity} with experts {self.experts}: it is a positive multiple "
-                f"of an expert's even share"
+                f"capacity is {self.capacity} and experts is {self.experts}: capacity needs "
+                f"experts, and must be a positive multiple of an expert's even share"
             )
         if self.remat is not None:
-            import jax  # here alone: the sizes are known without it
+            import jax  # only here: the configs load without JAX
 
             if not callable(getattr(jax.checkpoint_policies, self.remat, None)):
-                raise ValueError(f"remat {self.remat!r} is no policy of jax.checkpoint_policies")
+                raise ValueError(f"remat {self.remat!r} is not a policy in jax.checkpoint_policies")
 
     @property
     def head_depth(self) -> int:
@@ -117,9 +122,9 @@ class Config:
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """The number of key and value heads."""
         return self.kv_heads or self.heads
 
     def is_local(self, layer: int) -> bool:
-        """Returns whether a block, counted from 0, sees its window only."""
+        """Returns whether a block, counted from 0, attends only to its window."""
         return (layer + 1) % self.period != 0

@@ -1,4 +1,4 @@
-"""A decoder: embedding, blocks of attention and a gated MLP or experts, head."""
+"""A decoder: embedding, blocks of attention and a gated MLP or experts, and output head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._kernels import look_up, mean_nll
 from ._layers import Attention, Norm, gated, into
 from ._names import constrain, gather, named
 
-# A stack's first dim has a name too.
+# The leading dim of a stack has a name too.
 _STACKED = {nnx.PARTITION_NAME: "layers"}
 
 
@@ -35,7 +35,7 @@ class Block(nnx.Module):
         self.activation = config.activation
         self.experts = None if config.experts is None else Experts(config, rngs=rngs)
         if config.experts is None:
-            # Gate and up side by side: one product, and a split over `hidden` splits both alike.
+            # Gate and up in one kernel: one product, and a split of `hidden` splits both alike.
             self.up = named(into(rngs.params(), (width, 2, hidden)), "embed", None, "mlp")
             self.down = named(into(rngs.params(), (hidden, width)), "mlp", "embed")
 
@@ -48,7 +48,7 @@ class Block(nnx.Module):
         return constrain(x, "batch", "length", "embed")
 
     def feed(self, x: jax.Array) -> jax.Array:
-        """Returns what the MLP, or the experts, make of `x`."""
+        """Returns the output of the MLP, or of the experts, for `x`."""
         if self.experts is not None:
             return self.experts(x)
         both = jnp.einsum("bld,dgf->blgf", x, self.up[...])
@@ -58,12 +58,12 @@ class Block(nnx.Module):
 
 @public
 class Decoder(nnx.Module):
-    """Tokens to logits.
+    """A decoder-only transformer, from tokens to logits.
 
-    Unrolled, its blocks are `blocks.0`, `blocks.1`, …; scanned, `blocks.0` to
-    `blocks.{period - 1}` are stacks of every `period`-th block, and what is left over after
-    whole periods is in `rest`. Every dim of its parameters has a name (`vocab`, `embed`,
-    `heads`, `kv_heads`, `depth`, `mlp`, `experts`, `layers`), for `sw.layout(logical=…)`.
+    Unrolled, its blocks are `blocks.0`, `blocks.1`, …. Scanned, `blocks.0` to
+    `blocks.{period - 1}` are stacks of every `period`-th block, and the blocks after the last full
+    period are in `rest`. The dims of its parameters have names (`vocab`, `embed`, `heads`,
+    `kv_heads`, `depth`, `mlp`, `experts`, `layers`), for `sw.layout(logical=…)`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,7 +102,7 @@ class Decoder(nnx.Module):
         """Returns logits for every position."""
         table = self.embed[...]
         x = look_up(gather(table, None, "embed"), tokens)
-        # Held here, since a lookup in a split table would give up the split of the batch.
+        # Constrained here: a lookup in a split table would otherwise lose the split of the batch.
         x = constrain(x, "batch", "length", "embed")
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
         if self.scan:
@@ -114,13 +114,13 @@ class Decoder(nnx.Module):
 
 
 def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False) -> jax.Array:
-    """Returns `block(x)`, which keeps for the backward pass what the policy `remat` says."""
+    """Returns `block(x)`, keeping for the backward pass what the policy `remat` says."""
     if remat is None:
         return block(x)
     graphdef, state = nnx.split(block)
     policy = getattr(jax.checkpoint_policies, remat)
 
-    # JAX's own rather than Flax's, whose traced loop hands the backward pass copies of weights.
+    # JAX's remat rather than Flax's, which in a loop hands copies of weights to the backward pass.
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not looped)
     def run(state: Any, x: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, state)(x)
@@ -153,8 +153,8 @@ def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
         >>> nnx.eval_shape(models.next_token_loss, model, jnp.ones((2, 8), "int32")).dtype
         dtype('float32')
     """
-    # All positions go through the layers, so that a length of a power of two stays one; the
-    # last one has no next token and does not count.
+    # All positions go through the layers, so that a power-of-two length stays one. The last
+    # position has no next token and does not count.
     targets = jnp.roll(tokens, -1, axis=1)
     counts = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1, tokens.shape)
     return mean_nll(model(tokens), targets, counts)

@@ -1,4 +1,4 @@
-"""A mixture of experts: every token goes to a few of many MLPs, wherever these are."""
+"""A mixture of experts: every token goes to a few of many MLPs, on whichever devices they are."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ._names import auto_mesh, axes_of, named
 class Experts(nnx.Module):
     """MLPs of which a router chooses a few for each token.
 
-    Where the name `experts` has an axis of the mesh, each device holds some of the experts, and
-    tokens travel to them and back: two all-to-alls. Each sequence is dealt with on its own, so
-    that which tokens go beyond an expert's capacity does not depend on the mesh.
+    If the name `experts` maps to a mesh axis, each device holds some of the experts, and tokens
+    travel to them and back in two all-to-alls. Sequences are routed independently, so which tokens
+    exceed an expert's capacity does not depend on the mesh.
 
     Example:
         >>> import jax.numpy as jnp
@@ -34,9 +34,10 @@ class Experts(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         """Makes the router and the MLPs."""
-        assert config.experts is not None
+        if config.experts is None:
+            raise ValueError("a config without experts= has no experts to choose from")
         count, width, hidden = config.experts, config.width, config.hidden
-        # The router is small and every device asks it: its experts have no name.
+        # The router is small and every device needs it: its experts dim has no name.
         self.router = named(into(rngs.params(), (width, count)), "embed", None)
         up = into(rngs.params(), (count, width, 2, hidden))
         self.up = named(up, "experts", "embed", None, "mlp")
@@ -55,8 +56,8 @@ class Experts(nnx.Module):
             return mix(x, *weights)
         experts, _, _, mlp = axes_of(self.up.shape, ("experts", None, None, "mlp"), mesh)
         (batch,) = axes_of(x.shape[:1], ("batch",), mesh)
-        # Devices that share an expert's tokens must each have their own: the batch is split
-        # over them too.
+        # Devices that exchange tokens must each have tokens of their own: split the batch over
+        # the expert axes too.
         batch = (*batch, *(axis for axis in experts if axis not in batch))
         mlp = tuple(axis for axis in mlp if axis not in batch)
         even = x.shape[0] % math.prod(mesh.shape[axis] for axis in batch) == 0
@@ -82,16 +83,16 @@ def _mix(
     experts: tuple[str, ...] = (),
     mlp: tuple[str, ...] = (),
 ) -> jax.Array:
-    """Returns the experts' answers on one device's sequences.
+    """Returns the mixed outputs of the experts for one device's sequences.
 
     Args:
         x: the sequences, `[batch, length, width]`.
         router: `[width, all experts]`.
-        up: this device's part, `[experts, width, 2, hidden]`.
-        down: likewise, `[experts, hidden, width]`.
+        up: this device's shard, `[experts, width, 2, hidden]`.
+        down: this device's shard, `[experts, hidden, width]`.
         chosen: how many experts a token goes to.
-        capacity: as a multiple of an expert's even share; None for all that come.
-        activation: of the gate.
+        capacity: a multiple of an expert's even share; None for no limit.
+        activation: the activation of the gate.
         experts: the axes over which the experts are split.
         mlp: the axes over which `hidden` is split.
     """
@@ -102,12 +103,12 @@ def _mix(
         answers = _sorted(x, ids, up, down, activation)
     else:
         count, length = router.shape[1], x.shape[1]
-        # No expert gets a token twice, so that `length` places are always enough.
+        # No expert gets a token twice, so `length` places are always enough.
         places = length if capacity is None else math.ceil(capacity * length * chosen / count)
         places = min(places, length)
         answers = _exchanged(x, ids, up, down, activation, (count, places), experts)
     mixed = jnp.einsum("blkd,blk->bld", answers, shares, preferred_element_type=jnp.float32)
-    # Summed here rather than at the experts: fewer numbers, since each token's answers are one.
+    # Summed after mixing rather than per expert: there is then only one vector per token.
     mixed = jax.lax.psum(mixed, mlp) if mlp else mixed
     return mixed.astype(x.dtype)
 
@@ -115,7 +116,7 @@ def _mix(
 def _sorted(
     x: jax.Array, ids: jax.Array, up: jax.Array, down: jax.Array, activation: str
 ) -> jax.Array:
-    """Returns `[batch, length, chosen, width]`, tokens sorted by expert: nothing is padded."""
+    """Returns `[batch, length, chosen, width]`, with tokens sorted by expert and no padding."""
     count, width = up.shape[:2]
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
@@ -136,24 +137,25 @@ def _exchanged(
     shape: tuple[int, int],
     experts: tuple[str, ...],
 ) -> jax.Array:
-    """Returns `[batch, length, chosen, width]`, each expert with as many places per sequence.
+    """Returns `[batch, length, chosen, width]`, with a fixed number of places per expert.
 
     Args:
         x: the sequences, `[batch, length, width]`.
         ids: the chosen experts, `[batch, length, chosen]`.
-        up: this device's part.
-        down: likewise.
-        activation: of the gate.
-        shape: the number of all experts, and of the places of each.
+        up: this device's shard.
+        down: this device's shard.
+        activation: the activation of the gate.
+        shape: the number of all experts, and of places per sequence in each.
         experts: the axes over which the experts are split.
     """
     count, places = shape
     batch, length, chosen = ids.shape
-    # First choices come before second ones, and earlier tokens before later.
+    # First choices come before second choices, and earlier tokens before later ones.
     wanted = jnp.swapaxes(ids, 1, 2).reshape(batch, -1)
     ranks = jnp.cumsum(jax.nn.one_hot(wanted, count, dtype=jnp.int32), axis=1)
     rank = jnp.take_along_axis(ranks, wanted[..., None], axis=2)[..., 0] - 1
-    # One beyond the last: where what finds no place is written to and read from.
+    # Tokens without a place use the slot one past the end: writes there are dropped, and reads
+    # give zeros.
     slot = jnp.where(rank < places, wanted * places + rank, count * places)
     rows = jnp.tile(x, (1, chosen, 1))
 

@@ -1,4 +1,4 @@
-"""The best kernel of the target for each part of a decoder, chosen in one place."""
+"""The best kernel of the target platform for each part of a decoder, chosen in one place."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def causal_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> jax.Array:
-    """Returns causal attention: cuDNN's for a GPU in 16 bits, splash for a TPU, else XLA's.
+    """Returns causal attention: cuDNN on a GPU with 16-bit dtypes, splash on a TPU, else XLA.
 
     Args:
         q: queries, `[batch, length, heads, depth]`.
-        k: keys, `[batch, length, kv_heads, depth]`; several heads of queries may share one.
-        v: values, of the keys' shape.
-        scale: what queries are multiplied with; `depth ** -0.5` if None.
-        window: how many positions each one sees, its own included; all before it if None.
+        k: keys, `[batch, length, kv_heads, depth]`; several query heads may share one key head.
+        v: values, with the shape of the keys.
+        scale: the factor of the queries; `depth ** -0.5` if None.
+        window: how many positions each position attends to, including its own; all earlier ones
+            if None.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     window = None if window is None or window >= q.shape[1] else window
@@ -48,16 +49,16 @@ def causal_attention(
             return cudnn(q, k, v)
     plain = functools.partial(attend, implementation="xla")
     if not platform and not jax.sharding.get_abstract_mesh().empty:
-        # For planning alone: like the kernels that real devices have, it keeps no scores.
+        # Only for planning: like the kernels of real devices, this does not keep the scores.
         return jax.checkpoint(plain)(q, k, v)
     return plain(q, k, v)
 
 
 def target_platform() -> str:
-    """Returns the platform that is traced for: of the mesh that is set, or else JAX's default.
+    """Returns the platform being traced for: that of the current mesh, else JAX's default.
 
-    The mesh knows best: its devices may be absent ones, which JAX only compiles for. A mesh of no
-    devices at all, for planning, has the platform `""`, so that plans are the same everywhere.
+    The mesh comes first, since its devices may be absent ones that JAX only compiles for. A mesh
+    without devices, for planning, has the platform `""`, so that plans are the same everywhere.
 
     Example:
         >>> import jax
@@ -82,15 +83,15 @@ def _traces(attend: Callable[..., jax.Array], *args: jax.Array) -> bool:
 
     try:
         jax.eval_shape(both, *args)
-    # No cuDNN is installed, which compiling for an absent GPU need not have; or it has no kernel
-    # of these sizes.
+    # cuDNN is not installed (compiling for an absent GPU does not require it), or it has no kernel
+    # for these sizes.
     except (RuntimeError, NotImplementedError):
         return False
     return True
 
 
 def look_up(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Returns rows of `table`; their gradients are summed in float32, whatever its dtype."""
+    """Returns rows of `table`, whose gradients are summed in float32 whatever the dtype."""
     found: Any = _look_up(table, tokens, table.shape[0])
     return found
 
@@ -115,13 +116,13 @@ _look_up.defvjp(_looked_up, _look_up_backward)
 def mean_nll(logits: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
     """Returns the mean negative log-likelihood of `targets`, in float32.
 
-    The logits stay in the dtype that they have: a product that gives float32 would make the
-    products of the backward pass float32 too.
+    The logits keep their dtype: a product that returns float32 would make the products of the
+    backward pass float32 too.
 
     Args:
         logits: `[batch, length, vocabulary]`.
         targets: `[batch, length]`, integers.
-        counts: `[batch, length]`, which positions count.
+        counts: `[batch, length]`, whether each position counts.
     """
     wide = logits.astype(jnp.float32)
     # A comparison, not a gather: it fuses, and splits over a sharded vocabulary.

@@ -1,4 +1,4 @@
-"""Names on dims: of parameters, which a layout reads, and of activations, which it decides."""
+"""Names of dims: those of parameters, which a layout reads, and those of activations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._jax import active_axis_rules
 
 NAMES = ("vocab", "embed", "heads", "kv_heads", "depth", "mlp", "experts", "layers")
 
-# Each parameter's own rules: a name that a layout is told nothing of splits nothing.
+# The default rules of each parameter: a name that the layout does not map splits nothing.
 UNMAPPED = tuple((name, None) for name in NAMES)
 
 
@@ -29,16 +29,16 @@ def named(value: jax.Array, *names: str | None) -> nnx.Param:
     """
     assert len(names) == value.ndim, (names, value.shape)
     param = nnx.Param(value)
-    # Set afterwards: Flax would place a variable that is made with names, and so ask for a mesh.
+    # Set afterwards: Flax would place a variable that is created with names, which needs a mesh.
     param.set_metadata(out_sharding=names, sharding_rules=UNMAPPED)
     return param
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns `x`, each dim held to the axes that Flax's active logical rules give its name.
+    """Returns `x` with each dim constrained to the axes that Flax's logical rules map its name to.
 
-    A dim whose name has no rule is left to the compiler, as is one that its axes do not divide;
-    without rules or without a mesh of Auto axes, nothing happens. `sw.train_step` sets both.
+    A dim whose name has no rule is left to the compiler, as is one that its axes do not divide.
+    Without rules, or without a mesh of Auto axes, nothing happens. `sw.train_step` sets both.
 
     Example:
         >>> import jax.numpy as jnp
@@ -56,10 +56,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def gather(x: jax.Array, *names: str | None) -> jax.Array:
-    """Returns a parameter as activations meet it: dims whose name has no rule are whole.
+    """Returns a parameter as the computation needs it: dims whose name has no rule are gathered.
 
-    What only stores a parameter in parts (FSDP) is undone; dims of no name are left to the
-    compiler. Without rules or without a mesh of Auto axes, nothing happens.
+    This undoes splits that only save memory (FSDP). Dims without a name are left to the compiler.
+    Without rules, or without a mesh of Auto axes, nothing happens.
 
     Example:
         >>> import jax.numpy as jnp
@@ -77,7 +77,7 @@ def gather(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def auto_mesh() -> AbstractMesh | None:
-    """Returns the mesh that is set, if the compiler alone decides on all its axes."""
+    """Returns the current mesh if all its axes are Auto, else None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
@@ -87,7 +87,7 @@ def auto_mesh() -> AbstractMesh | None:
 def axes_of(
     shape: tuple[int, ...], names: tuple[str | None, ...], mesh: AbstractMesh
 ) -> list[tuple[str, ...]]:
-    """Returns the axes of `mesh` that split each dim: known, used once, and dividing it."""
+    """Returns the axes that split each dim: on `mesh`, not used yet, and dividing it evenly."""
     rules: dict[str, Any] = dict(active_axis_rules())
     found: list[tuple[str, ...]] = []
     used: set[str] = set()

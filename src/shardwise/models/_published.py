@@ -1,4 +1,4 @@
-"""Published decoders, by name; scanned, since they are compiled more often than tuned."""
+"""Published decoders by name, with scanned blocks: they are compiled more often than tuned."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _gemma3(
 
 
 CONFIGS: dict[str, Config] = {
-    # Llama 3 as first published: without the scaled positions of 3.1.
+    # Llama 3 as first published, without the position scaling of 3.1.
     "llama3-8b": _llama3(32, 4096, 14_336, 32),
     "llama3-70b": _llama3(80, 8192, 28_672, 64),
     "llama3-405b": _llama3(126, 16_384, 53_248, 128),
@@ -83,7 +83,7 @@ CONFIGS: dict[str, Config] = {
     "qwen3-8b": _qwen3(36, 4096, 12_288, 32),
     "qwen3-14b": _qwen3(40, 5120, 17_408, 40),
     "qwen3-32b": _qwen3(64, 5120, 25_600, 64),
-    # The text halves only.
+    # The text models only, without vision.
     "gemma3-1b": _gemma3(26, 1152, 6912, 4, 1, window=512, rope_scale=1.0, vocab=262_144),
     "gemma3-4b": _gemma3(34, 2560, 10_240, 8, 4),
     "gemma3-12b": _gemma3(48, 3840, 15_360, 16, 8),

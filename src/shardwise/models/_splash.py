@@ -1,4 +1,4 @@
-"""Splash attention, the TPU's own, on every device's part of the batch and of the heads."""
+"""Splash attention, the TPU kernel, on each device's shard of the batch and of the heads."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from .._jax import splash_attention
 from ._names import auto_mesh, axes_of
 
-# Lengths are cut into the largest of these that divides them.
+# The block size is the largest of these that divides the length.
 _BLOCKS = (512, 256, 128)
 
 
 def splash_fits(q: jax.Array) -> bool:
-    """Returns whether length and depth are of whole blocks."""
+    """Returns whether length and depth are multiples of the kernel's block sizes."""
     length, depth = q.shape[1], q.shape[3]
     return length % _BLOCKS[-1] == 0 and depth % 64 == 0
 
@@ -33,15 +33,15 @@ def splash(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns causal attention of whole arrays; see `causal_attention`.
+    """Returns causal attention on one device; see `causal_attention`.
 
     Args:
         q: queries, `[batch, length, heads, depth]`.
         k: keys, `[batch, length, kv_heads, depth]`.
-        v: values, of the keys' shape.
-        scale: what queries are multiplied with.
-        window: how many positions each one sees; all before it if None.
-        interpret: whether Pallas interprets the kernel, as it can on any device.
+        v: values, with the shape of the keys.
+        scale: the factor of the queries.
+        window: how many positions each position attends to; all earlier ones if None.
+        interpret: whether Pallas interprets the kernel, which works on any device.
     """
     sa = splash_attention()
 
@@ -81,10 +81,10 @@ def split_splash(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array | None:
-    """Returns `splash` of each device's part, or None where nothing says what that part is.
+    """Returns `splash` on each device's shard, or None if no rule says how to split the arrays.
 
-    The compiler splits no Pallas kernel: the arrays would be gathered whole. So they are split
-    here, over the axes that the names `batch` and `heads` have.
+    The compiler cannot partition a Pallas kernel: it would gather the arrays. So they are split
+    here, over the axes that the names `batch` and `heads` map to.
     """
     attend = functools.partial(splash, scale=scale, window=window, interpret=interpret)
     kinds = set(jax.sharding.get_abstract_mesh().axis_types)
@@ -100,10 +100,10 @@ def split_splash(
     copies = ways // math.gcd(ways, k.shape[2])
     if q.shape[2] % (k.shape[2] * copies):
         return None
-    if copies > 1:  # fewer heads of keys than devices: neighbours hold the same one
+    if copies > 1:  # fewer key heads than devices: neighbouring devices share one
         k, v = (jnp.repeat(x, copies, axis=2) for x in (k, v))
     spec = P(batch or None, None, heads or None, None)
-    # No kernel of Pallas says over which axes its results vary.
+    # A Pallas kernel does not declare the axes along which its results vary.
     return jax.shard_map(
         attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
     )(q, k, v)

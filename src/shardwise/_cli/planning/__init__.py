@@ -1,4 +1,4 @@
-"""Commands that need no devices: what would happen."""
+"""Commands that show what would happen, and need no devices."""
 
 from . import check as check
 from . import compile as compile

@@ -1,4 +1,4 @@
-"""The command `check`: every problem of a layout."""
+"""The command `check`: every problem with a layout."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class CheckFormat(enum.StrEnum):
 
 
 @command(
-    help=f"""Check a layout: every problem at once, with its code, path, numbers and help.
+    help=f"""Check a layout and report every problem at once, with its code, path, numbers and help.
 
-The page of a code is printed by shardwise explain SW104.
+For the page of a code, run shardwise explain SW104.
 
 {TARGETS}
 
@@ -68,7 +68,7 @@ def check(
         typer.Option(
             "--allow",
             metavar="CODE:PATTERN",
-            help="A finding that is intentional; may be given several times.",
+            help="A finding that is intentional; may be repeated.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -76,8 +76,8 @@ def check(
         CheckFormat,
         typer.Option(
             "--format",
-            help="How to print findings: in full, one line each, as JSON "
-            "(docs/reference/json.md), or as annotations of GitHub Actions.",
+            help="Print findings in full, one per line, as JSON (docs/reference/json.md), or as "
+            "GitHub Actions annotations.",
             rich_help_panel=OUTPUT,
         ),
     ] = CheckFormat.text,
@@ -86,8 +86,10 @@ def check(
     from ..._check import check as check_layout
 
     allowed = _parse_allow(allow or [])
-    _, made = lay_out(target, mesh, on, strategy, rules, inputs, method=method, min_bytes=min_bytes)
-    findings = check_layout(made, allow=allowed)
+    _, layout = lay_out(
+        target, mesh, on, strategy, rules, inputs, method=method, min_bytes=min_bytes
+    )
+    findings = check_layout(layout, allow=allowed)
     match format:
         case CheckFormat.json:
             tell(findings.to_json())

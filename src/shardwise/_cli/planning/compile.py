@@ -1,4 +1,4 @@
-"""The command `compile`: the real step by the real compiler."""
+"""The command `compile`: the real step, compiled by the real compiler."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from ..options import (
 
 @command(
     name="compile",
-    help=f"""Compile the training step with the real compiler of the chips, which need not be here.
+    help=f"""Compile the training step with the real compiler of chips that need not be present.
 
-The verdict comes first: whether it fits, and how much is to spare. Then the memory of one device,
-drawn against what it can hold, collectives by axis with the lines that caused them, and findings.
-Of a model that is no recipe, the forward pass is compiled: say what it is called with.
+The verdict comes first: whether it fits, and how much memory is left. Then come the memory of one
+device, drawn against its capacity, the collectives by axis with the lines that caused them, and the
+findings. For a model that is not a recipe, the forward pass is compiled, and --inputs gives its
+arguments.
 
 {TARGETS}
 
@@ -54,8 +55,8 @@ Examples:
 \b
   shardwise compile train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --format json
 
-A published shape takes longer: llama3-8b on 64 H100 half a minute, llama3-70b on 256 v5p a whole
-one. It is kept, so that the same question is answered at once.
+Large models take longer: llama3-8b on 64 H100s half a minute, llama3-70b on 256 v5p chips a minute.
+Results are cached, so the same command answers at once the next time.
 
 Exit status: 0 fits, 1 does not fit, 2 could not run.""",
 )
@@ -75,20 +76,20 @@ def compile_command(
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Write it as JSON, to compare with later.",
+            help="Write the result as JSON, to compare with later.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
     format: FormatOption = Format.text,
 ) -> None:
-    """Compiles a step and says what it costs."""
+    """Compiles a step and shows what it costs."""
     require_devices(on)
     require_writable(save, inputs=(target, rules))
-    found, made = lay_out(
+    found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
-    compiled = compile_target(target, found, made, inputs, method)
-    save_to(save, compiled)  # before anything is printed: whoever reads that may leave early
+    compiled = compile_target(target, found, layout, inputs, method)
+    save_to(save, compiled)  # before anything is printed: the reader may close the pipe early
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:

@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 @command(
     help=f"""Lay a model out on a mesh and show what every device holds.
 
-The verdict comes first, then, on chips with a name, a bar of their memory, then every leaf: its
-spec, its shard, its bytes on each device (exact), in how many copies. Layers alike are one row.
+The verdict comes first, then, if --on names chips, a bar of their memory, then every leaf with its
+spec, its shard, its bytes on each device (exact) and its number of copies. Identical layers share a
+row.
 
 {TARGETS}
 
@@ -61,7 +62,7 @@ Examples:
 \b
   shardwise plan model.py:make --mesh data=8 --rules rules.toml --save layout.json
 
-Exit status: 0 laid out, 1 the layout has errors or what was compiled does not fit, 2 could not run."""
+Exit status: 0 laid out, 1 the layout has errors or the compiled step does not fit, 2 could not run."""
 )
 def plan(
     target: Target,
@@ -79,7 +80,7 @@ def plan(
         bool,
         typer.Option(
             "--tree",
-            help="Show it as a tree of modules, with each one's share.",
+            help="Show a tree of modules, with the share of each.",
             rich_help_panel=OUTPUT,
         ),
     ] = False,
@@ -88,7 +89,7 @@ def plan(
         typer.Option(
             "--explain",
             metavar="PATH",
-            help="Say who decided this leaf's spec, instead.",
+            help="Only explain what decided the spec of this leaf.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -103,45 +104,45 @@ def plan(
     ] = None,
     format: FormatOption = Format.text,
 ) -> None:
-    """Lays a model out and shows it."""
+    """Lays out a model and shows the plan."""
     require_writable(save, inputs=(target, rules))
     if compile:
         require_devices(on)
-    found, made = lay_out(
+    found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
-    known = plan_target(target, found, made, inputs, method, compile=compile)
-    save_to(save, made)  # before anything is printed: whoever reads that may leave early
+    planned = plan_target(target, found, layout, inputs, method, compile=compile)
+    save_to(save, layout)  # before anything is printed: the reader may close the pipe early
     if explain is not None:
-        _explain(made, explain, format)
+        _explain(layout, explain, format)
     elif format is Format.json:
-        tell_json(_plan_json(known, compile))
+        tell_json(_plan_json(planned, compile))
     else:
-        _show_plan(known, tree)
-        if compile and known.compiled is None:
-            tell("\nnot compiled: the layout has errors")
-    raise typer.Exit(0 if known.usable else 1)
+        _show_plan(planned, tree)
+        if compile and planned.compiled is None:
+            tell("\nnot compiled because the layout has errors")
+    raise typer.Exit(0 if planned.usable else 1)
 
 
 def cite(findings: Findings) -> None:
-    """Says where the page of the first finding is."""
+    """Says how to print the page of the first finding."""
     if findings:
-        tell(f"shardwise explain {findings[0].code} says what it is about, and what to do")
+        tell(f"shardwise explain {findings[0].code} explains it, and what to do")
 
 
-def _show_plan(known: Plan, tree: bool) -> None:
+def _show_plan(plan: Plan, tree: bool) -> None:
     from ..bars import bar
     from ..tree import tree_text
 
-    made, findings, compiled = known.layout, known.findings, known.compiled
-    assert made is not None
-    tell(known.verdict)
+    layout, findings, compiled = plan.layout, plan.findings, plan.compiled
+    assert layout is not None
+    tell(plan.verdict)
     if compiled is not None:
-        tell(dataclasses.replace(known, compiled=None).verdict)
-    if known.capacity is not None and not findings.errors:
-        tell(bar(known.parts, known.capacity))
+        tell(dataclasses.replace(plan, compiled=None).verdict)
+    if plan.capacity is not None and not findings.errors:
+        tell(bar(plan.parts, plan.capacity))
     tell("")
-    tell(tree_text(made) if tree else str(made))
+    tell(tree_text(layout) if tree else str(layout))
     if findings:
         tell(f"\n{findings}")
         cite(findings)
@@ -149,16 +150,16 @@ def _show_plan(known: Plan, tree: bool) -> None:
         tell(f"\n{compiled.details}")
 
 
-def _explain(made: Layout, path: str, format: Format) -> None:
+def _explain(layout: Layout, path: str, format: Format) -> None:
     from ..._mesh import show_spec
 
     try:
-        leaf = made[path]
+        leaf = layout[path]
     except KeyError as error:
-        hint = "" if ";" in error.args[0] else f"; it has {made.leaves[0].path}, for example"
-        raise ValueError(f"{error.args[0]}{hint if made.leaves else ''}") from error
+        hint = "" if ";" in error.args[0] else f"; it has {layout.leaves[0].path}, for example"
+        raise ValueError(f"{error.args[0]}{hint if layout.leaves else ''}") from error
     if format is Format.text:
-        tell(made.explain(path))
+        tell(layout.explain(path))
         return
     considered = [
         {
@@ -171,26 +172,26 @@ def _explain(made: Layout, path: str, format: Format) -> None:
     tell_json({**leaf.to_dict(), "considered": considered})
 
 
-def _plan_json(known: Plan, compile: bool) -> dict[str, Any]:
+def _plan_json(plan: Plan, compile: bool) -> dict[str, Any]:
     from ..._mesh import show_mesh
 
-    made = known.layout
-    assert made is not None
-    alone = dataclasses.replace(known, compiled=None)
-    plan = {
-        "verdict": known.verdict,
-        "fits": known.fits,
-        "mesh": known.mesh,
-        "axes": show_mesh(made.mesh),
-        "chips": alone.chips or None,
-        "capacity_bytes": alone.capacity,
-        "total_bytes": made.total_bytes,
-        "bytes_per_device": made.bytes_per_device,
-        "optimizer_bytes_per_device": known.optimizer_bytes,
-        "batch_bytes_per_device": known.batch_bytes,
-        "leaves": [leaf.to_dict() for leaf in made.leaves],
-        "findings": [finding.to_dict() for finding in known.findings],
+    layout = plan.layout
+    assert layout is not None
+    uncompiled = dataclasses.replace(plan, compiled=None)
+    fields = {
+        "verdict": plan.verdict,
+        "fits": plan.fits,
+        "mesh": plan.mesh,
+        "axes": show_mesh(layout.mesh),
+        "chips": uncompiled.chips or None,
+        "capacity_bytes": uncompiled.capacity,
+        "total_bytes": layout.total_bytes,
+        "bytes_per_device": layout.bytes_per_device,
+        "optimizer_bytes_per_device": plan.optimizer_bytes,
+        "batch_bytes_per_device": plan.batch_bytes,
+        "leaves": [leaf.to_dict() for leaf in layout.leaves],
+        "findings": [finding.to_dict() for finding in plan.findings],
     }
     if compile:
-        plan["compiled"] = known.compiled.to_dict() if known.compiled is not None else None
-    return plan
+        fields["compiled"] = plan.compiled.to_dict() if plan.compiled is not None else None
+    return fields

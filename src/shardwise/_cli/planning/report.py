@@ -1,4 +1,4 @@
-"""The command that draws: `report`."""
+"""The command `report`: a plan as an HTML page."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ from ..options import (
 if TYPE_CHECKING:
     from ..._compile import Plan
 
-_AGAINST = "Beside it"
+_AGAINST = "The one to compare with"
 
 
 @command(
     help="""Draw a layout, or its compilation, as one HTML page that any browser opens from disk.
 
-The verdict and findings, memory against the device's, the model as a tree and by size, each leaf
-as it is cut over the mesh, each device with what it holds, and, with --compile, every collective
-with its line. TARGET is as in shardwise plan; or a file: a lockfile of plan --save, or what
-compile --save wrote. With --against, or any option that begins so, two are drawn side by side.
+The page shows the verdict and findings, the memory of a device against its capacity, the model as a
+tree and by size, how each leaf is split over the mesh, what each device holds and, with --compile,
+every collective with its line of code. TARGET is as in shardwise plan, or a file written by plan
+--save or compile --save. With --against, or any option that begins with it, two are drawn side by
+side.
 
 Examples:
 
@@ -57,7 +58,7 @@ Examples:
   shardwise report shardwise.examples.decoder:make --mesh data=2,model=4 --strategy fsdp+tensor \\
     --against-mesh data=8 --against-strategy fsdp -o two.html
 
-Exit status: 0 drawn and sound, 1 drawn, but there are errors or it does not fit, 2 could not run.""",
+Exit status: 0 drawn, 1 drawn but the layout has errors or does not fit, 2 could not run.""",
 )
 def report(
     target: Annotated[
@@ -97,7 +98,7 @@ def report(
         typer.Option(
             "--against",
             metavar="TARGET",
-            help="Another target, or a saved file; the same one if only its options differ.",
+            help="Another target or saved file; the same target if only its options differ.",
             rich_help_panel=_AGAINST,
             autocompletion=complete_target,
         ),
@@ -131,7 +132,7 @@ def report(
         typer.Option(
             "--against-min-bytes",
             metavar="SIZE",
-            help="What its fsdp splits from.",
+            help="Its --min-bytes.",
             rich_help_panel=_AGAINST,
         ),
     ] = None,
@@ -180,7 +181,7 @@ def report(
     _reserve_devices(on, against_on)
     plans = [_plan(target, **how, **step)]
     if against is not None or any(value is not None for value in other.values()):
-        # What is not said of the other is as with the first; rules and a strategy, only together.
+        # The second takes its missing options from the first; rules and strategy only as a pair.
         if against_strategy is not None or against_rules is not None:
             how |= {"strategy": None, "min_bytes": None, "rules": None}
         how |= {name: value for name, value in other.items() if value is not None}
@@ -188,32 +189,32 @@ def report(
     from ..._report import report_of_plans
 
     with working(f"drawing {target}"):
-        made = report_of_plans(plans)
+        page = report_of_plans(plans)
         try:
-            made.save(output)
+            page.save(output)
         except OSError as error:
             raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
-    for name, known in plans:
-        tell(f"{name}: {known.verdict}" if len(plans) > 1 else known.verdict)
-    tell(f"wrote {output} ({len(made.html.encode()) / 1024:.0f} KiB): open it in a browser")
-    raise typer.Exit(0 if all(known.usable for _, known in plans) else 1)
+    for name, plan in plans:
+        tell(f"{name}: {plan.verdict}" if len(plans) > 1 else plan.verdict)
+    tell(f"wrote {output} ({len(page.html.encode()) / 1024:.0f} KiB): open it in a browser")
+    raise typer.Exit(0 if all(plan.usable for _, plan in plans) else 1)
 
 
 def _reserve_devices(*given: str | None) -> None:
-    """Asks for as many virtual CPU devices as the larger of two needs, before JAX starts them."""
+    """Requests enough virtual CPU devices for the larger of the two, before JAX starts them."""
     import jax
 
     counts = [on.strip().lower().partition("cpu:")[2] for on in given if on is not None]
     wanted = [int(count) for count in counts if count.isdecimal() and len(count) < 5]
     if len(wanted) > 1:
-        with contextlib.suppress(RuntimeError):  # they run already
+        with contextlib.suppress(RuntimeError):  # the backend has already started
             jax.config.update("jax_num_cpu_devices", max(wanted))
 
 
 def _require_own(target: str, options: dict[str, str | None]) -> None:
     given = next((name for name, value in options.items() if value is not None), None)
     if target.endswith(".json") and given is not None:
-        raise ValueError(f"{given} is not for {target}: a saved file is drawn as it is")
+        raise ValueError(f"{given} does not apply to {target}: a saved file is drawn as it is")
 
 
 def _plan(
@@ -236,13 +237,13 @@ def _plan(
         raise ValueError("--mesh is missing: give axes and sizes, such as --mesh data=2,model=4")
     if compile:
         require_devices(on)
-    found, made = lay_out(
+    found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
     least = f"min-bytes={min_bytes}" if min_bytes is not None else None
     parts = (target, mesh, strategy, least, rules, on if on != "none" else None)
     name = " ".join(part for part in parts if part)
-    return name, plan_target(target, found, made, inputs, method, compile=compile)
+    return name, plan_target(target, found, layout, inputs, method, compile=compile)
 
 
 def _saved(path: str) -> Plan:
@@ -252,11 +253,12 @@ def _saved(path: str) -> Plan:
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    # Only a compilation says for which devices it is.
+    # Only a compilation names its devices.
     if isinstance(content, dict) and {"chips", "target"} & content.keys():
         return Plan(None, load_compiled(path))
     if content is not None and not (isinstance(content, dict) and "format" in content):
         raise ValueError(
-            f"{path} is not a saved file: plan --save writes layouts, compile --save compilations"
+            f"{path} was not written by shardwise: plan --save writes layouts, compile --save "
+            f"compilations"
         )
     return Plan(load_layout(path))

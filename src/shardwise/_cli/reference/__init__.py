@@ -1,4 +1,4 @@
-"""Commands that look things up, and teach."""
+"""Commands that look things up or teach."""
 
 from . import chips as chips
 from . import doctor as doctor

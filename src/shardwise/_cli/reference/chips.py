@@ -1,4 +1,4 @@
-"""The command `chips`: what is known of each."""
+"""The command `chips`: what is known about each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..options import (
 
 
 @command(
-    help="""Print what is known of each chip that a mesh can be made of.
+    help="""List the chips that --on knows, with their memory, bandwidth and peak rates.
 
-Facts of the makers' datasheets, and of the compilers; the last column says which.
+The figures come from the vendors' datasheets and from the compilers; the last column says which.
 
 Example:
 
@@ -31,7 +31,7 @@ def chips(format: FormatOption = Format.text) -> None:
         tell_json([dataclasses.asdict(chip) for chip in CHIPS.values()])
         return
     header = (
-        "chip", "JAX calls it", "topology", "HBM", "usable by a device", "HBM/s", "bf16 flop/s",
+        "chip", "device kind", "topology", "HBM", "usable/device", "HBM/s", "bf16 flop/s",
         "link/s", "network/s", "devices/chip", "source",
     )  # fmt: skip
     rows = [

@@ -1,4 +1,4 @@
-"""The command that looks a finding's code up: `explain`."""
+"""The command `explain`: the page of a finding's code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import typer
 from ..._base import is_live, stdout, tell, tell_json
 from ..options import Format, FormatOption, command
 
-# In the wheel; in a source checkout they are among the docs.
+# The wheel has its own copy; in a source checkout the pages are part of the docs.
 _PLACES = (Path(__file__).parents[2] / "codes", Path(__file__).parents[4] / "docs" / "codes")
 
 
 @command(
     help="""Explain a finding's code: what it finds, why it is bad, an example, what to do instead.
 
-Without a code, list them all. Who decided a leaf's spec is said by plan --explain PATH.
+Without a code, list all codes. To see what decided a leaf's spec, use plan --explain PATH.
 
 Examples:
 
@@ -31,7 +31,7 @@ Exit status: 0 explained, 2 there is no such code.""",
 )
 def explain(
     code: Annotated[
-        str | None, typer.Argument(metavar="[CODE]", help="Such as SW104 or indivisible-dim.")
+        str | None, typer.Argument(metavar="[CODE]", help="SW104 or its name, indivisible-dim.")
     ] = None,
     format: FormatOption = Format.text,
 ) -> None:
@@ -56,10 +56,10 @@ def explain(
 
 
 def find_code(given: str) -> str:
-    """Returns the code that is named by itself or by its readable name.
+    """Returns the code with this code or readable name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such code.
     """
     from ..._check import CODES
 
@@ -71,8 +71,8 @@ def find_code(given: str) -> str:
         return names[word.lower()]
     near = difflib.get_close_matches(word.upper(), CODES, n=3, cutoff=0.6)
     near += difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.5)
-    hint = f"nearest are {', '.join(near)}" if near else "shardwise explain lists them all"
-    leaf = "; a leaf is explained by shardwise plan --explain PATH" if "." in word else ""
+    hint = f"the nearest are {', '.join(near)}" if near else "shardwise explain lists them all"
+    leaf = "; to explain a leaf, use shardwise plan --explain PATH" if "." in word else ""
     raise ValueError(f"{given!r} is not a code: {hint}{leaf}")
 
 
@@ -101,7 +101,7 @@ def _list(format: Format) -> None:
         for code, (name, severity) in CODES.items()
     ]
     table = text_table(("code", "severity", "name", "finds"), rows, right=())
-    tell(f"{table}\n\nshardwise explain SW104 prints one with an example")
+    tell(f"{table}\n\nshardwise explain SW104 prints the page of a code, with an example")
 
 
 def _first_sentence(page: str) -> str:

@@ -1,4 +1,4 @@
-"""The command `learn`: lessons, their exercises, and what is wrong with a solution."""
+"""The command `learn`: lists lessons and exercises, and checks solutions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...learn import Marks, Outcome
 
 
-LessonArgument = Annotated[int, typer.Argument(metavar="LESSON", help="Its number.")]
+LessonArgument = Annotated[int, typer.Argument(metavar="LESSON", help="The number of the lesson.")]
 
 learn_app = typer.Typer(rich_markup_mode=None)
 app.add_typer(learn_app, name="learn")
@@ -24,7 +24,7 @@ app.add_typer(learn_app, name="learn")
 
 @learn_app.callback(
     invoke_without_command=True,
-    help="""List the lessons and their exercises, write a file to start from, check a solution.
+    help="""List the lessons and their exercises, write a file to start from, or check a solution.
 
 Examples:
 
@@ -34,7 +34,7 @@ Examples:
   shardwise learn check 2 mine.py
   shardwise learn check 2 mine.py --only held
 
-Exit status: 0 all that was checked passes, 1 something does not, 2 could not run.""",
+Exit status: 0 all exercises checked pass, 1 some do not, 2 could not run.""",
 )
 def learn(context: typer.Context, format: FormatOption = Format.text) -> None:
     """Lists the lessons."""
@@ -67,25 +67,25 @@ def learn(context: typer.Context, format: FormatOption = Format.text) -> None:
     for lesson in LESSONS:
         lines.append(f"{lesson.number}  {lesson.title}  {lesson.page}")
         lines += [f"   {lesson.number_of(e)}  {e.signature}" for e in lesson.exercises]
-    end = "shardwise learn start 1 writes a file to start from, learn check 1 FILE checks it"
+    end = "shardwise learn start 1 writes a file to start from, shardwise learn check 1 FILE checks it"
     tell("\n".join([*lines, "", end]))
 
 
 @learn_app.command(
     cls=Command,
-    help="""Write a file with the functions of a lesson, for you to fill in.
+    help="""Write a file with the functions of a lesson for you to fill in.
 
 Example:
 
 \b
   shardwise learn start 2 mine.py
 
-Exit status: 0 written, 2 could not (a file that is there is never overwritten).""",
+Exit status: 0 written, 2 could not be written (an existing file is never overwritten).""",
 )
 def start(
     lesson: LessonArgument,
     file: Annotated[
-        str | None, typer.Argument(metavar="[FILE]", help="lesson2.py for lesson 2 if not given.")
+        str | None, typer.Argument(metavar="[FILE]", help="The file; lesson2.py for lesson 2.")
     ] = None,
 ) -> None:
     """Writes a skeleton."""
@@ -94,27 +94,27 @@ def start(
     found = find_lesson(lesson)
     path = file or f"lesson{lesson}.py"
     if not path.endswith(".py"):
-        raise ValueError(f"{path} is no name for a module: end it in .py")
+        raise ValueError(f"{path} is not the name of a Python file: it must end in .py")
     if not Path(path).parent.is_dir():
         raise ValueError(f"{path} cannot be written: there is no folder {Path(path).parent}")
     try:
         with open(path, "x", encoding="utf-8") as out:
             out.write(skeleton(found, path))
     except FileExistsError:
-        raise ValueError(f"{path} exists, and is not overwritten: name another file") from None
+        raise ValueError(f"{path} already exists and is not overwritten: name another") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     count = len(found.exercises)
-    tell(f"wrote {path}: {count} functions; {found.page} says what they are about")
-    tell(f"then: shardwise learn check {lesson} {path}")
+    tell(f"wrote {path} with {count} functions; {found.page} explains them")
+    tell(f"next: shardwise learn check {lesson} {path}")
 
 
 @learn_app.command(
     cls=Command,
-    help="""Run your functions against the cases of a lesson, and say what differs.
+    help="""Run your functions on the cases of a lesson and show what differs.
 
-The file is run by a process of its own, on eight virtual CPU devices. What it prints goes to
-stderr. An exercise that takes more than --limit seconds, a minute if not given, is stopped.
+The file runs in its own process, on eight virtual CPU devices. What it prints goes to stderr. An
+exercise that takes longer than --limit seconds is stopped.
 
 Examples:
 
@@ -126,12 +126,12 @@ Exit status: 0 all pass, 1 something differs, 2 could not run.""",
 )
 def check(
     lesson: LessonArgument,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Your functions.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The file with your functions.")],
     only: Annotated[
-        str | None, typer.Option("--only", metavar="NAME", help="Check this exercise alone.")
+        str | None, typer.Option("--only", metavar="NAME", help="Check only this exercise.")
     ] = None,
     limit: Annotated[
-        float, typer.Option("--limit", metavar="SECONDS", help="How long an exercise may take.")
+        float, typer.Option("--limit", metavar="SECONDS", help="The time limit of each exercise.")
     ] = 60.0,
     format: FormatOption = Format.text,
 ) -> None:

@@ -13,7 +13,7 @@ from ..options import (
 
 
 @command(
-    help="""Print the published model shapes that compile, plan and check take by name.
+    help="""List the published model shapes that can be named as TARGET.
 
 Example:
 
@@ -21,7 +21,7 @@ Example:
   shardwise models --format json"""
 )
 def models(format: FormatOption = Format.text) -> None:
-    """Prints the models by name."""
+    """Prints the table of models."""
     with working("counting the parameters of each model"):
         rows = _models()
     if format is Format.json:
@@ -44,9 +44,9 @@ def _models() -> list[dict[str, Any]]:
 
     rows = []
     for name, config in CONFIGS.items():
-        laid = layout(make_named(name), mesh("data=1", on="none"))
+        planned = layout(make_named(name), mesh("data=1", on="none"))
         sizes = {key: getattr(config, key) for key in ("layers", "width", "hidden", "heads")}
-        count = sum(leaf.size for leaf in laid.leaves)
+        count = sum(leaf.size for leaf in planned.leaves)
         rest = {"kv_heads": config.key_heads, "vocab": config.vocab, "experts": config.experts}
         rows.append({"name": name, "parameters": count, **sizes, **rest})
     return rows

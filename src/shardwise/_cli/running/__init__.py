@@ -1,4 +1,4 @@
-"""Commands that run, on devices that are here."""
+"""Commands that run on the devices present."""
 
 from . import checkpoints as checkpoints
 from . import demo as demo

@@ -1,4 +1,4 @@
-"""The command `checkpoints`: list them, or check one before a restore."""
+"""The command `checkpoints`: lists them, or checks one before a restore."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _PREFLIGHT = "The preflight"
 
 {RECIPES}
 
-The preflight reads metadata alone: what is missing, extra or of another shape, which arrays would
-be split otherwise, and how many bytes each process reads (exact).
+The preflight reads only metadata. It reports arrays that are missing, extra or of a different shape,
+arrays that would be resharded, and how many bytes each process reads (exact).
 
 Examples:
 
@@ -47,7 +47,7 @@ Examples:
   shardwise checkpoints runs/a --preflight shardwise.examples.text:recipe --mesh data=4,model=2 \\
     --on cpu:8 --strategy fsdp+tensor
 
-Exit status: 0 listed or restorable, 1 not restorable so, 2 could not run."""
+Exit status: 0 listed or restorable, 1 not restorable into this layout, 2 could not run."""
 )
 def checkpoints(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="Where the checkpoints are.")],
@@ -56,7 +56,7 @@ def checkpoints(
         typer.Option(
             "--preflight",
             metavar="TARGET",
-            help="A Recipe to restore with.",
+            help="Check a restore with this Recipe.",
             rich_help_panel=_PREFLIGHT,
         ),
     ] = None,
@@ -65,7 +65,7 @@ def checkpoints(
         typer.Option(
             "--step",
             metavar="N",
-            help="Show this step alone; or check it, the newest without.",
+            help="Show only this step; with --preflight, check it instead of the newest.",
         ),
     ] = None,
     mesh: Annotated[
@@ -97,19 +97,19 @@ def checkpoints(
         for name, value in {**options, "--inputs": inputs}.items():
             if value is not None:
                 raise ValueError(
-                    f"{name} is for a preflight: give --preflight TARGET too, the Recipe to "
-                    f"restore with"
+                    f"{name} only applies to a preflight: also give --preflight TARGET, the Recipe "
+                    f"to restore with"
                 )
         _list(store, format, step)
         return
     if mesh is None:
         raise ValueError("--preflight needs --mesh, the mesh to restore onto")
-    recipe, made = lay_out(preflight, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
+    recipe, layout = lay_out(preflight, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
     if not isinstance(recipe, Recipe):
         raise ValueError(
             f"target {preflight!r} is a {type(recipe).__name__}: a preflight needs a Recipe"
         )
-    found = store.preflight(recipe, made, step=step)
+    found = store.preflight(recipe, layout, step=step)
     if format is Format.json:
         rows = [finding.to_dict() for finding in found.findings]
         tell_json(
@@ -130,7 +130,7 @@ def _list(store: Checkpoints, format: Format, step: int | None) -> None:
 
     steps = [each for each in store.steps() if step in (None, each)]
     if not steps:
-        store.about(step)  # says what is there instead
+        store.about(step)  # raises, and names the steps there are
     rows: list[dict[str, Any]] = []
     for step in steps:
         try:

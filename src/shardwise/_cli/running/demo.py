@@ -13,10 +13,10 @@ _RUN = "The run"
 
 
 @command(
-    help="""See it all at once: a small transformer on eight virtual CPU devices, in about a minute.
+    help="""See it all in about a minute, with a small transformer on eight virtual CPU devices.
 
-Lays it out, checks it, initialises it in its shards, trains, saves, restores onto another mesh,
-and goes on.
+Lays out the model, checks the layout, initialises the model directly into its shards, trains, saves,
+restores onto another mesh, and continues training.
 
 Example:
 
@@ -25,14 +25,14 @@ Example:
 )
 def demo(
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Steps to train.", rich_help_panel=_RUN)
+        int, typer.Option("--steps", metavar="N", help="Training steps.", rich_help_panel=_RUN)
     ] = 40,
     directory: Annotated[
         str | None,
         typer.Option(
             "--checkpoints",
             metavar="DIR",
-            help="Where to save; a new folder without.",
+            help="Where to save checkpoints; a new temporary folder by default.",
             rich_help_panel=_RUN,
         ),
     ] = None,

@@ -13,10 +13,11 @@ from ..options import (
 
 @command(
     context_settings={"ignore_unknown_options": True},
-    help="""Start several processes of a command on this machine, as one run of JAX.
+    help="""Start several processes of a command on this machine, as one distributed JAX run.
 
-Each finds its place by sw.distributed(). Their output is prefixed with their number, signals are
-forwarded to all, and when one fails the others are ended.
+Each process joins the run by calling sw.distributed(), as train does. Output is prefixed
+with the number of the process, signals are forwarded to all processes, and when one fails the others
+are terminated.
 
 Example:
 
@@ -24,16 +25,16 @@ Example:
   shardwise launch -n 2 --devices 4 -- shardwise train train.py:recipe --mesh data=8 \\
     --strategy fsdp --data tokens.npy --length 16 --steps 2
 
-Exit status: 0, or that of the first process that failed.""",
+Exit status: 0, or the status of the first process that failed.""",
 )
 def launch(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="What to run.")],
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command to run.")],
     processes: Annotated[
-        int, typer.Option("-n", "--processes", metavar="N", help="How many processes.")
+        int, typer.Option("-n", "--processes", metavar="N", help="Number of processes.")
     ],
     devices: Annotated[
         int | None,
-        typer.Option("--devices", metavar="N", help="Virtual CPU devices of each process."),
+        typer.Option("--devices", metavar="N", help="Virtual CPU devices per process."),
     ] = None,
 ) -> None:
     """Starts several processes of a command."""

@@ -1,4 +1,4 @@
-"""The demonstration: every part of a run, on eight virtual CPU devices."""
+"""The demo: every part of a run, on eight virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_tour(steps: int, directory: Path | None) -> None:
         ValueError: the run is too short, or the folder has checkpoints already.
     """
     if steps < 4:
-        raise ValueError(f"--steps {steps} is too short to show anything: give 4 or more")
+        raise ValueError(f"--steps must be at least 4, got {steps}")
     began = time.perf_counter()
     heading = _Headings()
-    # No accelerator is used, so none is looked for: those that are not here would be heard of.
+    # No accelerator is needed: without this, JAX looks for one and warns about it.
     jax.config.update("jax_platforms", "cpu")
     # The mesh comes first: the example may start a backend with too few devices.
     first = mesh("data=2,model=4", on="cpu:8")
@@ -39,9 +39,11 @@ def run_tour(steps: int, directory: Path | None) -> None:
     recipe, samples = text.recipe, text.data()
     store = Checkpoints(directory or tempfile.mkdtemp(prefix="shardwise-"), every=steps // 2)
     if store.steps():
-        raise ValueError(f"{store.directory} has checkpoints already: give another folder")
+        raise ValueError(f"{store.directory} already has checkpoints: give another folder")
 
-    heading("Lay out", "a decoder that knows nothing of meshes, tensor-parallel and FSDP")
+    heading(
+        "Lay out", "a decoder that knows nothing about meshes, with tensor parallelism and FSDP"
+    )
     rules = [tensor("model"), fsdp("data", min_bytes=2**14)]
     with working("laying out"):
         plan = layout(recipe.model, first, rules, inputs=recipe.batch)
@@ -58,7 +60,7 @@ def run_tour(steps: int, directory: Path | None) -> None:
     moments = plan.for_optimizer(recipe.optimizer)
     planned = plan.bytes_per_device + moments.bytes_per_device
     tell(
-        f"each device holds {show_bytes(_held(state))} (measured), planned "
+        f"each device holds {show_bytes(_resident_bytes(state))} (measured); planned: "
         f"{show_bytes(planned)} of {show_bytes(plan.total_bytes + moments.total_bytes)} (exact)"
     )
 
@@ -77,14 +79,14 @@ def run_tour(steps: int, directory: Path | None) -> None:
         for path in straight.model
     )
     tell(
-        f"after {steps} steps, half of them on the other mesh, no parameter is further than "
-        f"{apart:.1e} from those of the straight run (measured)"
+        f"after {steps} steps, half of them on the other mesh, parameters differ by at most "
+        f"{apart:.1e} from those of the uninterrupted run (measured)"
     )
 
-    heading("Where it lies", "the same parameter on each mesh, and on disk")
+    heading("Compare", "the same parameter on each mesh, and on disk")
     path = "blocks.0.up"
-    for name, made, live in (("planned", plan, straight), ("restored", other, again)):
-        tell(f"{name:9}{show_mesh(made.mesh):16}{path} {_where(made, live, path)}")
+    for name, laid_out, live in (("planned", plan, straight), ("restored", other, again)):
+        tell(f"{name:9}{show_mesh(laid_out.mesh):16}{path} {_where(laid_out, live, path)}")
     tell(f"{'on disk':9}{store.directory}: steps {', '.join(map(str, store.steps()))}")
     tell(f"\n{time.perf_counter() - began:.0f} seconds. Next: shardwise train --help")
 
@@ -92,14 +94,14 @@ def run_tour(steps: int, directory: Path | None) -> None:
 def _go_on(
     recipe: Recipe, other: Layout, samples: Data, store: Checkpoints, steps: int
 ) -> TrainState:
-    """Returns the state after the second half, from the middle checkpoint on."""
+    """Returns the state after the second half, trained from the checkpoint in the middle."""
     with tempfile.TemporaryDirectory() as folder:
         middle = Checkpoints(folder)
         (Path(folder) / str(steps // 2)).symlink_to(store.directory / str(steps // 2))
         return fit(recipe, other, samples, steps=steps, checkpoints=middle, log_every=10)
 
 
-def _held(state: TrainState) -> int:
+def _resident_bytes(state: TrainState) -> int:
     """Returns the bytes that the first device holds."""
     device = jax.local_devices()[0]
     return sum(
@@ -110,9 +112,9 @@ def _held(state: TrainState) -> int:
     )
 
 
-def _where(made: Layout, live: TrainState, path: str) -> str:
+def _where(layout: Layout, live: TrainState, path: str) -> str:
     shards = live.model[path].addressable_shards
-    leaf = made[path]
+    leaf = layout[path]
     return (
         f"{list(leaf.shape)} as {leaf.spec}: {len(shards)} shards of {list(shards[0].data.shape)}, "
         f"{leaf.copies} of each"
@@ -125,6 +127,6 @@ class _Headings:
     def __init__(self):
         self.number = 0
 
-    def __call__(self, title: str, told: str) -> None:
+    def __call__(self, title: str, subtitle: str) -> None:
         self.number += 1
-        tell(Text(f"\n{self.number}. {title}: {told}", "bold"))
+        tell(Text(f"\n{self.number}. {title}: {subtitle}", "bold"))

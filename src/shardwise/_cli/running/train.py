@@ -1,4 +1,4 @@
-"""The command `train`: a recipe, trained, with checkpoints."""
+"""The command `train`: trains a recipe, with checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..._layout import Layout
     from ..._nnx import Recipe
 
-RECIPES = """TARGET is path/to/file.py:name or package.module:name, and names a Recipe."""
+RECIPES = """TARGET is path/to/file.py:name or package.module:name of a Recipe."""
 
 
 _RUN, _DATA = "The run", "The data"
@@ -42,10 +42,10 @@ RecipeTarget = Annotated[
 
 
 @command(
-    help=f"""Train a recipe, and save checkpoints.
+    help=f"""Train a recipe and save checkpoints.
 
-{RECIPES} The data is --data, or what stands beside the recipe under the name data. Progress goes
-to stderr; --format json prints a summary to stdout when it is done.
+{RECIPES} The data comes from --data, or from the name data in the same module. Progress goes to
+stderr; --format json prints a summary to stdout at the end.
 
 Examples:
 
@@ -57,7 +57,7 @@ Examples:
   shardwise train train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --steps 4 \\
     --data tokens.npy --length 128 --format json
 
-On many processes: shardwise launch --help.
+To train with several processes, see shardwise launch --help.
 
 Exit status: 0 trained, 2 could not run, 143 or 130 stopped by SIGTERM or SIGINT after saving."""
 )
@@ -67,7 +67,7 @@ def train(
     steps: Annotated[
         int,
         typer.Option(
-            "--steps", metavar="N", help="How many steps in all.", min=1, rich_help_panel=_RUN
+            "--steps", metavar="N", help="Total number of steps.", min=1, rich_help_panel=_RUN
         ),
     ],
     on: OnOption = "here",
@@ -80,8 +80,8 @@ def train(
         typer.Option(
             "--data",
             metavar="SOURCE",
-            help="file.py:name or module:name of a sw.data or a function that returns one, or a "
-            "file of tokens with --length.",
+            help="A file of tokens (with --length), or file.py:name or module:name of a sw.data or "
+            "of a function that returns one.",
             rich_help_panel=_DATA,
         ),
     ] = None,
@@ -90,7 +90,7 @@ def train(
         typer.Option(
             "--length",
             metavar="N",
-            help="Tokens of one sample of a file.",
+            help="Tokens per sample, for a file of tokens.",
             min=1,
             rich_help_panel=_DATA,
         ),
@@ -100,37 +100,37 @@ def train(
         typer.Option(
             "--dtype",
             metavar="NAME",
-            help="Dtype of a raw file of tokens.",
+            help="The dtype of a raw file of tokens.",
             rich_help_panel=_DATA,
         ),
     ] = None,
     checkpoints: Annotated[
         str | None,
-        typer.Option("--checkpoints", metavar="DIR", help="Where to save.", rich_help_panel=_RUN),
+        typer.Option(
+            "--checkpoints", metavar="DIR", help="Where to save checkpoints.", rich_help_panel=_RUN
+        ),
     ] = None,
     every: Annotated[
         int | None,
         typer.Option(
-            "--every", metavar="N", help="Save after so many steps.", min=1, rich_help_panel=_RUN
+            "--every", metavar="N", help="Save every N steps.", min=1, rich_help_panel=_RUN
         ),
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(
-            "--minutes", metavar="M", help="Save after so many minutes.", rich_help_panel=_RUN
-        ),
+        typer.Option("--minutes", metavar="M", help="Save every M minutes.", rich_help_panel=_RUN),
     ] = None,
     keep: Annotated[
         int,
         typer.Option(
-            "--keep", metavar="N", help="Checkpoints to keep.", min=1, rich_help_panel=_RUN
+            "--keep", metavar="N", help="How many checkpoints to keep.", min=1, rich_help_panel=_RUN
         ),
     ] = 3,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint, if there is one.",
+            help="Continue from the newest checkpoint, if there is one.",
             rich_help_panel=_RUN,
         ),
     ] = False,
@@ -139,7 +139,7 @@ def train(
         typer.Option(
             "--logs",
             metavar="DIR",
-            help="For metrics.jsonl, TensorBoard and profiles.",
+            help="Where to write metrics.jsonl, TensorBoard events and profiles.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -159,11 +159,11 @@ def train(
     distributed()
     with noting_failure():
         with together(f"loading {target} and the data"):
-            recipe, made = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
+            recipe, layout = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
             if not isinstance(recipe, Recipe):
                 raise ValueError(
-                    f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, with "
-                    f"its loss, optimizer and batch"
+                    f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, which "
+                    f"has a loss, an optimizer and a batch"
                 )
             samples = _find_data(target, data, length, dtype)
             store = None
@@ -172,41 +172,41 @@ def train(
         saved = agreed_steps(store) if store is not None else []
         if saved and not resume:
             raise ValueError(
-                f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to go on "
+                f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to continue "
                 f"from there, or another directory"
             )
         status, last = 0, steps
         try:
-            state = fit(recipe, made, samples, steps=steps, checkpoints=store, logs=logs)
+            state = fit(recipe, layout, samples, steps=steps, checkpoints=store, logs=logs)
             last = int(state.step)
         except Stopped as stopped:
             status, last = stopped.status, stopped.step
-    if format is Format.json and jax.process_index() == 0:  # once, however many processes run it
+    if format is Format.json and jax.process_index() == 0:  # once, however many processes there are
         first = saved[-1] if saved else 0
         counted = {"steps": steps, "first_step": first, "last_step": last, "status": status}
         seconds = time.perf_counter() - began
-        tell_json({**counted, "seconds": seconds, **_summary(recipe, made, store, logs)})
+        tell_json({**counted, "seconds": seconds, **_summary(recipe, layout, store, logs)})
     if status:
         raise typer.Exit(status)
 
 
 def _summary(
-    recipe: Recipe, made: Layout, store: Checkpoints | None, logs: str | None
+    recipe: Recipe, layout: Layout, store: Checkpoints | None, logs: str | None
 ) -> dict[str, Any]:
-    """Returns what a run's end says of it, besides its steps."""
+    """Returns the summary of a run, apart from its steps."""
     from ..._mesh import show_mesh
 
-    optimizer = made.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
+    optimizer = layout.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
     metrics = None
     if logs is not None:
-        # Its last line is cut off where the disk was full.
+        # The last line is cut off if the disk was full.
         with contextlib.suppress(OSError, ValueError):
             lines = (Path(logs) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             metrics = json.loads(lines[-1]) if lines else None
     return {
-        "axes": show_mesh(made.mesh),
-        "devices": made.mesh.size,
-        "bytes_per_device": made.bytes_per_device,
+        "axes": show_mesh(layout.mesh),
+        "devices": layout.mesh.size,
+        "bytes_per_device": layout.bytes_per_device,
         "optimizer_bytes_per_device": optimizer.bytes_per_device,
         "checkpoints": str(store.directory) if store is not None else None,
         "saved_steps": store.steps() if store is not None else [],
@@ -224,7 +224,7 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
         return make_data(given, length=length, dtype=dtype)
     if given is not None and ":" not in given:
         raise ValueError(
-            f"--data {given!r} is not a file: name one of tokens, with --length, or a sw.data as "
+            f"--data {given!r} is not a file: give a file of tokens with --length, or a sw.data as "
             f"path/to/file.py:name"
         )
     name = given if given is not None else f"{place}:data"
@@ -233,7 +233,7 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
     except ValueError as error:
         if given is None:
             raise ValueError(
-                f"there is no data to train on: give --data, such as --data tokens.npy --length 128, "
+                f"there is no training data: give --data, such as --data tokens.npy --length 128, "
                 f"or define data in {place}, as shardwise.examples.text does"
             ) from error
         raise

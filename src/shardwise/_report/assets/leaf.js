@@ -31,7 +31,7 @@ function showLeaf(element, side, leaf, members) {
     return;
   }
   const alike = members && members.length > 1
-    ? make("p", { class: "faint" }, `and ${members.length - 1} more alike, to ${members[members.length - 1].path}`) : null;
+    ? make("p", { class: "faint" }, `and ${members.length - 1} more like it, up to ${members[members.length - 1].path}`) : null;
   const facts = make("p", {},
     `${showShape(leaf.dtype, leaf.shape)}  ${leaf.kind}  `, make("code", {}, leaf.spec),
     leaf.faults.length ? "" : `  ${showBytes(leaf.held)} of ${showBytes(leaf.bytes)} on each device (exact)  ${plural(leaf.copies, "copy", "copies")} of each part`);

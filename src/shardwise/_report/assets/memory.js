@@ -61,7 +61,7 @@ function showFindings(element, side, pickPath) {
     make("div", {}, make("b", {}, `${finding.severity}[${finding.code}] ${finding.name}: `), place(finding.path)),
     make("div", {}, finding.message), finding.context ? make("div", { class: "faint" }, finding.context) : null,
     finding.help ? make("div", {}, make("b", {}, "help: "), finding.help) : null,
-    finding.more.length ? make("details", {}, make("summary", {}, `and ${finding.more.length} more alike, to ${finding.more[finding.more.length - 1]}`),
+    finding.more.length ? make("details", {}, make("summary", {}, `and ${finding.more.length} more like it, up to ${finding.more[finding.more.length - 1]}`),
       make("ul", {}, finding.more.slice(0, 200).map((path) => make("li", {}, place(path))))) : null));
   element.replaceChildren(title, make("ul", { class: "findings" }, entries));
 }

@@ -17,10 +17,10 @@ LESSONS: tuple[Lesson, ...] = (
 
 @public
 def find_lesson(number: int) -> Lesson:
-    """Returns the lesson of that number.
+    """Returns the lesson with that number.
 
     Raises:
-        ValueError: there is none.
+        ValueError: if there is none.
 
     Example:
         >>> from shardwise import learn
@@ -28,5 +28,5 @@ def find_lesson(number: int) -> Lesson:
         'docs/learn/specs.md'
     """
     if not 1 <= number <= len(LESSONS):
-        raise ValueError(f"lesson {number} does not exist: they are 1 to {len(LESSONS)}")
+        raise ValueError(f"lesson {number} does not exist: lessons are 1 to {len(LESSONS)}")
     return LESSONS[number - 1]

@@ -1,4 +1,4 @@
-"""Cases whose function is the body of a shard_map: simulated first, then run on virtual devices."""
+"""Cases where the function is a shard_map body: simulated first, then run on virtual devices."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ def body_case(
     most_bytes: int | None = None,
     hint: str = "",
 ) -> Case:
-    """Returns the case of a body that is run on every device of a mesh.
+    """Returns the case of a body that runs on every device of a mesh.
 
     Args:
-        name: of the function.
+        name: the name of the function.
         arguments: the global arrays, by parameter.
-        expected: the global result, computed without any mesh.
-        axes: the mesh.
-        in_specs: for each of `arguments`.
+        expected: the global result, computed without a mesh.
+        axes: the mesh, as text.
+        in_specs: the spec of each of `arguments`.
         out_specs: as in `jax.shard_map`.
-        constants: further arguments, which are no arrays.
-        collectives: how often each kind may be executed; other kinds may not. None allows all.
-        most_bytes: that one device may send (modelled); None allows any.
-        hint: of this case.
+        constants: further arguments, which are not arrays.
+        collectives: how often each kind may be executed; other kinds are not allowed. None allows
+            all.
+        most_bytes: the most bytes that one device may send (modelled); None allows any.
+        hint: the hint of this case.
     """
-    given = tuple(arguments.values())
+    arrays = tuple(arguments.values())
     how = {"in_specs": tuple(in_specs.values()), "out_specs": out_specs}
 
     def run(function: Callable[..., Any]) -> Any:
@@ -49,24 +50,24 @@ def body_case(
             return function(*local, *constants)
 
         simulated = simulate(body, mesh=axes, **how)
-        # Devices that disagree are told with their numbers here, and one that would wait for the
-        # others for ever is told at all.
-        for finding in simulated.check(*given):
+        # The simulation reports devices that disagree with their values, and finds a deadlock
+        # instead of running into it.
+        for finding in simulated.check(*arrays):
             text = f"{finding.name}: {finding.message}; {finding.help}"
             raise Differs(f"{text} [{finding.code}]")
-        _require_frugal(simulated.trace(*given), collectives, most_bytes)
+        _require_frugal(simulated.trace(*arrays), collectives, most_bytes)
         count = make_mesh(axes, on="none").size
         real = jax.shard_map(body, mesh=make_mesh(axes, on=f"cpu:{count}"), **how)
-        return jax.jit(real)(*given)
+        return jax.jit(real)(*arrays)
 
     shown = [f"{key}={show_split(value, in_specs[key])}" for key, value in arguments.items()]
     shown += [show(value) for value in constants]
     call = f"{name}({', '.join(shown)}) on each device of {axes}"
-    return Case(given, expected, run, call, hint)
+    return Case(arrays, expected, run, call, hint)
 
 
 def show_split(value: Any, spec: Any) -> str:
-    """Returns an array's shape and spec, or those of a dict of arrays, in words."""
+    """Returns the shape and spec of an array, or of each array in a dict, as text."""
     if isinstance(value, Mapping):
         specs = spec if isinstance(spec, Mapping) else dict.fromkeys(value, spec)
         return "{" + ", ".join(f"{k}: {show_split(v, specs[k])}" for k, v in value.items()) + "}"
@@ -85,9 +86,9 @@ def _require_frugal(
         for kind, count in counts.items():
             if count > collectives.get(kind, 0):
                 wanted = ", ".join(f"{kind} ×{n}" for kind, n in collectives.items())
-                raise Differs(f"its collectives are {ran}; these are enough: {wanted}")
+                raise Differs(f"it runs the collectives {ran}; the exercise allows {wanted}")
     if most_bytes is not None and trace.total_bytes > most_bytes:
         raise Differs(
-            f"each device sends {trace.total_bytes} bytes (modelled; its collectives are {ran}); "
-            f"{most_bytes} are enough"
+            f"each device sends {trace.total_bytes} bytes (modelled; collectives: {ran}); the "
+            f"exercise allows {most_bytes}"
         )

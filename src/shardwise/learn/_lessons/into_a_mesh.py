@@ -1,4 +1,4 @@
-"""Exercises of lesson 4: models that are initialised straight into their shards."""
+"""Exercises of lesson 4: models that are initialised directly into their shards."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Mlp(nnx.Module):
 
 
 def _guarded(make: Any) -> Callable[..., jax.Array]:
-    """Returns an initialiser that may be traced but not run: a whole array is what must not be."""
+    """Returns an initialiser that may be traced but not run, so it never makes a full array."""
 
     def made(key: Any, shape: Any, dtype: Any = jnp.float32, **rest: Any) -> jax.Array:
         if not isinstance(key, Tracer):
             size = show_bytes(float(np.prod(shape, dtype=float)) * jnp.dtype(dtype).itemsize)
             raise Differs(
-                f"the model is built outside of any trace: an array of shape {tuple(shape)}, {size}, "
-                f"would be whole on one device"
+                f"the model is built outside of any trace: a full array of shape {tuple(shape)}, "
+                f"{size}, would be on one device"
             )
         return make(key, shape, dtype, **rest)
 
@@ -86,10 +86,10 @@ def _init_sharded_cases() -> Iterator[Case]:
             return Mlp(16, 32, _guarded(_NORMAL))
 
         plan = layout(make, make_mesh(axes, on="cpu:8"), rules)
-        whole = _arrays(Mlp(16, 32, _NORMAL))
-        expected = {path: np.asarray(array) for path, array in whole.items()}
+        arrays = _arrays(Mlp(16, 32, _NORMAL))
+        expected = {path: np.asarray(array) for path, array in arrays.items()}
         call = f"init_sharded(make, layout), a small MLP on {axes}"
-        hint = "values differ: is the model made with another seed?"
+        hint = "if values differ: is the model built with a different seed?"
 
         def run(f: Any, make: Any = make, plan: Any = plan) -> Any:
             return _placed(f, make, plan)
@@ -98,13 +98,13 @@ def _init_sharded_cases() -> Iterator[Case]:
 
 
 def _placed(function: Callable[..., Any], make: Any, plan: Layout) -> dict[str, Any]:
-    """Returns the arrays of what `function` makes, once they lie as planned."""
+    """Returns the arrays of the model that `function` makes, if they are placed as planned."""
     with _moves_watched():
         model = function(make, plan)
     if not isinstance(model, nnx.Module):
         raise Differs(
             f"it is a {type(model).__name__}, expected the model: "
-            f"nnx.merge(graphdef, state) makes one of its state"
+            f"nnx.merge(graphdef, state) builds it from its state"
         )
     live = _arrays(model)
     for leaf in plan.leaves:
@@ -114,22 +114,22 @@ def _placed(function: Callable[..., Any], make: Any, plan: Layout) -> dict[str, 
         wanted = jax.sharding.NamedSharding(plan.mesh, leaf.spec)
         if not sharding.is_equivalent_to(wanted, len(leaf.shape)):
             spec = getattr(sharding, "spec", None)
-            lies = "on one device" if spec is None else f"as {show_spec(normal_spec(spec))}"
-            raise Differs(f"{leaf.path} lies {lies}, planned {show_spec(leaf.spec)}")
+            got = "is on one device" if spec is None else f"has {show_spec(normal_spec(spec))}"
+            raise Differs(f"{leaf.path} {got}, planned {show_spec(leaf.spec)}")
     return {path: np.asarray(array) for path, array in live.items()}
 
 
 @contextlib.contextmanager
 def _moves_watched() -> Iterator[None]:
-    """Raises `Differs` where an array that is whole on one device is moved."""
+    """Raises `Differs` if a full array on one device is moved."""
     move = jax.device_put
 
     def watched(x: Any, *args: Any, **kwargs: Any) -> Any:
         for array in jax.tree.leaves(x):
-            is_whole = isinstance(array, jax.Array) and not isinstance(array, Tracer)
-            if is_whole and array.ndim and isinstance(array.sharding, SingleDeviceSharding):
+            is_live = isinstance(array, jax.Array) and not isinstance(array, Tracer)
+            if is_live and array.ndim and isinstance(array.sharding, SingleDeviceSharding):
                 raise Differs(
-                    f"an array of shape {array.shape} was whole on one device, and then moved to "
+                    f"a full array of shape {array.shape} was on one device before it was moved to "
                     f"its shards"
                 )
         return move(x, *args, **kwargs)
@@ -149,7 +149,7 @@ def _arrays(model: nnx.Module) -> dict[str, Any]:
 
 
 def _small() -> nnx.Module:
-    # Where they lie is all that counts, and zeros are made sooner.
+    # Only placement matters here, and zeros are faster to make.
     return Mlp(16, 32, nnx.initializers.zeros_init())
 
 
@@ -159,9 +159,9 @@ def _not_as_planned_cases() -> Iterator[Case]:
     others: list[tuple[str, str, Any]] = [
         ("as planned", wide, _COLUMN),
         ("with the rows of down over data", wide, [_COLUMN, {"down.kernel": P("data")}]),
-        ("whole on each device", wide, "dp"),
+        ("replicated on each device", wide, "dp"),
         ("with up.bias over both axes", wide, [_COLUMN, {"up.bias": P(("data", "model"))}]),
-        # An axis of size 1 splits nothing, so that these lie as planned.
+        # An axis of size 1 splits nothing, so these are placed as planned.
         (f"over {flat} with kernels P('data', 'model')", flat, {"*.kernel": P("data", "model")}),
     ]
     for text, axes, rules in others:
@@ -169,7 +169,7 @@ def _not_as_planned_cases() -> Iterator[Case]:
         plan = layout(alone, mesh, _COLUMN)
         model = shard(alone, layout(alone, mesh, rules))
         expected = sorted(finding.path for finding in audit(plan, model).errors)
-        call = f"not_as_planned(layout, model), where the model lies {text}"
+        call = f"not_as_planned(layout, model), where the model is placed {text}"
         yield Case((plan, model), expected, call=call)
     plan = layout(alone, make_mesh(wide, on="cpu:8"), _COLUMN)
     expected = sorted(finding.path for finding in audit(plan, alone).errors)
@@ -182,7 +182,7 @@ def _not_as_planned_cases() -> Iterator[Case]:
 
 
 def _training_bytes_cases() -> Iterator[Case]:
-    given: list[tuple[str, Any, str, Any]] = [
+    rows: list[tuple[str, Any, str, Any]] = [
         ("data=2,model=4", _COLUMN, "optax.adamw(1e-3)", optax.adamw(1e-3)),
         ("data=8", fsdp("data", min_bytes=0), "optax.adamw(1e-3)", optax.adamw(1e-3)),
         ("data=8", "dp", "optax.sgd(0.1)", optax.sgd(0.1)),
@@ -194,7 +194,7 @@ def _training_bytes_cases() -> Iterator[Case]:
             optax.adafactor(1e-3, min_dim_size_to_factor=8),
         ),
     ]
-    for axes, rules, text, tx in given:
+    for axes, rules, text, tx in rows:
         plan = layout(_small, make_mesh(axes, on="cpu:8"), rules)
         recipe = Recipe(
             model=_small,
@@ -213,8 +213,8 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(
         "abstract_bytes",
         "make",
-        "Returns the bytes of all leaves of the model that `make()` builds, without making any of "
-        "them: it may be larger than this machine.",
+        "Returns the bytes of all leaves of the model that `make()` builds, without allocating any "
+        "of them: the model may be larger than this machine.",
         "abstract_bytes(lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0)))\n  → 576",
         "nnx.eval_shape(make) is the model with shapes in place of arrays",
         _abstract_bytes_cases,
@@ -222,20 +222,20 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(
         "init_sharded",
         "make, layout",
-        "Returns the model that `make()` builds, with every leaf as the layout says, and such that "
-        "no array is ever whole on one device.",
+        "Returns the model that `make()` builds, with every leaf placed as the layout says. No full "
+        "array may ever be on one device.",
         "init_sharded(make, layout).up.kernel.sharding.spec\n  → P(None, 'model')",
-        "jax.jit(lambda: nnx.split(make())[1], out_shardings=layout.shardings) makes the state in "
-        "its shards; sw.init does so leaf by leaf",
+        "jax.jit(lambda: nnx.split(make())[1], out_shardings=layout.shardings) makes the state "
+        "directly in its shards; sw.init does the same leaf by leaf",
         _init_sharded_cases,
     ),
     Exercise(
         "not_as_planned",
         "layout, model",
-        "Returns the sorted list of the paths of all leaves of a live model that do not lie as the "
-        "layout says.",
+        "Returns the sorted paths of all leaves of a live model that are not placed as the layout "
+        "says.",
         "not_as_planned(layout, sw.init(make, layout))\n  → []",
-        "specs that are written differently may mean the same: "
+        "specs that are written differently may be equivalent: "
         "array.sharding.is_equivalent_to(planned, array.ndim)",
         _not_as_planned_cases,
     ),
@@ -243,10 +243,10 @@ EXERCISES: tuple[Exercise, ...] = (
         "training_bytes",
         "layout, tx",
         "Returns the bytes that one device holds of the parameters and of the state of the optax "
-        "optimizer `tx`.",
+        "optimizer `tx`, together.",
         "training_bytes(layout, optax.sgd(0.1))\n  → layout.bytes_per_device: sgd has no state",
         "layout.for_optimizer(tx) is a layout too. Adam has two arrays for each parameter and a "
-        "count of 4 bytes; others have less, or smaller ones",
+        "count of 4 bytes; other optimizers have fewer or smaller arrays",
         _training_bytes_cases,
     ),
 )

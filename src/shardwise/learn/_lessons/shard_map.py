@@ -1,4 +1,4 @@
-"""Exercises of lesson 3: bodies of a shard_map, simulated and run on virtual devices."""
+"""Exercises of lesson 3: shard_map bodies, simulated and run on virtual devices."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def _split_and_join_cases() -> Iterator[Case]:
     def total(part: jax.Array) -> jax.Array:
         return part.sum(axis=0, keepdims=True)
 
-    given: list[tuple[Callable[..., Any], int, str]] = [
+    rows: list[tuple[Callable[..., Any], int, str]] = [
         (layer, 4, ""),
         (layer, 1, ""),
         (layer, 8, ""),
-        (centre, 2, "the function must see one piece at a time, never the whole"),
-        (total, 4, "what comes back need not have as many rows as the piece: join what is there"),
+        (centre, 2, "the function must see one piece at a time, never all of x"),
+        (total, 4, "f may return fewer rows than the piece has: join whatever it returns"),
     ]
     x = _normal(0, 8, 3)
-    for f, n, hint in given:
+    for f, n, hint in rows:
         expected = simulate(f, mesh=f"data={n}", in_specs=P("data"), out_specs=P("data"))(x)
         call = f"split_and_join({f.__name__}, x of float32[8, 3], {n})"
         yield Case((f, x, n), expected, call=call, hint=hint)
@@ -115,8 +115,8 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(
         "split_and_join",
         "f, x, n",
-        "Returns what a shard_map over n devices would, on one device and without shard_map: cuts "
-        "the rows of `x` into n pieces, calls `f` on each, and joins what it returns along dim 0.",
+        "Returns what a shard_map over n devices would, on one device and without shard_map: splits "
+        "the rows of `x` into n pieces, calls `f` on each, and joins the results along dim 0.",
         "split_and_join(lambda part: 2 * part, jnp.arange(8.0).reshape(4, 2), 2)\n"
         "  → the same as 2 * x",
         "jax.lax.dynamic_slice_in_dim(x, i * rows, rows, axis=0) is the i-th piece",
@@ -126,44 +126,44 @@ EXERCISES: tuple[Exercise, ...] = (
         "standardise",
         "x",
         "The body of a shard_map whose rows are split over the axis 'data'. Returns this device's "
-        "rows, each column less its mean and divided by its standard deviation over the rows of "
-        "all devices. The mesh may have other axes.",
+        "rows, standardised: subtract from each column its mean, and divide by its standard "
+        "deviation, both over the rows of all devices. The mesh may have other axes.",
         "over data=4, the global x → (x - x.mean(axis=0)) / x.std(axis=0)",
-        "a mean of the local rows is not the mean: jax.lax.pmean(…, 'data'). The variance is the "
-        "mean of the squared distances from the mean of all, not of one's own",
+        "the mean of the local rows is not the mean of all rows: jax.lax.pmean(…, 'data'). The "
+        "variance is the mean squared distance from the mean of all rows, not of the local ones",
         _standardise_cases,
     ),
     Exercise(
         "tensor_mlp",
         "w, x",
         "The body of a tensor-parallel MLP: relu(x @ up + up_bias) @ down + down_bias. `w` has the "
-        "keys up, up_bias, down and down_bias; the hidden units, columns of up, items of up_bias "
-        "and rows of down, are split over the axis 'model'; down_bias is whole. One psum is enough.",
+        "keys up, up_bias, down and down_bias. The hidden units (columns of up, items of up_bias, "
+        "rows of down) are split over the axis 'model'; down_bias is replicated. One psum is "
+        "enough.",
         "over model=4, the global w and x → the same as without a mesh",
-        "each device has the sum over its own hidden units. A bias that is added before the psum is "
-        "added once by each device",
+        "each device has the sum over its own hidden units. A bias added before the psum is added "
+        "once by each device",
         _tensor_mlp_cases,
     ),
     Exercise(
         "mean_gradient",
         "w, x",
-        "The body of a data-parallel gradient: `w` is whole on every device, the rows of `x` are "
-        "split over the axis 'data'. Returns the gradient by `w` of the mean of (x @ w) ** 2 over "
-        "the rows of all devices.",
+        "The body of a data-parallel gradient: `w` is replicated, and the rows of `x` are split "
+        "over the axis 'data'. Returns the gradient with respect to `w` of the mean of "
+        "(x @ w) ** 2 over the rows of all devices.",
         "over data=4, the global w and x → jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)",
-        "JAX adds up the gradient of a weight that is the same on all devices by itself: a pmean "
-        "after it changes nothing. Average the loss, or take jax.lax.pcast(w, 'data', "
-        "to='varying') first",
+        "JAX itself sums the gradient of a replicated weight over the devices, so a pmean after it "
+        "changes nothing. Average the loss, or start with jax.lax.pcast(w, 'data', to='varying')",
         _mean_gradient_cases,
     ),
     Exercise(
         "ring_sum",
         "x, n",
-        "The body of an all-reduce by hand: returns the sum of `x` over the n devices of the axis "
-        "'ring', on each of them, by ppermute alone. No device may send more than n - 1 times its "
-        "`x`.",
+        "The body of an all-reduce by hand: on each of the n devices of the axis 'ring', returns "
+        "the sum of `x` over all of them, using ppermute alone. No device may send more than n - 1 "
+        "times the bytes of its `x`.",
         "over ring=4, where device i has x = [i] → [6] on each",
-        "n - 1 hops: send on what came in, and add it to the sum. A device's own x counts once",
+        "n - 1 hops: pass on what you received, and add it to the sum. A device's own x counts once",
         _ring_sum_cases,
     ),
 )

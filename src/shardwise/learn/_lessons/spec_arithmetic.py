@@ -24,13 +24,13 @@ def _mesh(axes: str) -> Any:
 
 
 def _placed(shape: tuple[int, ...], spec: P, mesh: Mesh, dtype: Any = "float32") -> Any:
-    """Returns an array that lies so, or None where JAX refuses."""
+    """Returns an array with this sharding, or None if JAX rejects it."""
     try:
         sharding = NamedSharding(mesh, spec)
-        # Asked first, since jax 0.12 prints a line of its own where device_put refuses.
+        # Checked first, since jax 0.12 prints a line of its own when device_put fails.
         sharding.shard_shape(shape)
         sharding.check_compatible_aval(shape)
-    except Exception:  # JAX has a type of its own for each reason, and exports none
+    except Exception:  # JAX has a separate type for each reason, and exports none of them
         return None
     return jax.device_put(np.zeros(shape, dtype), sharding)
 
@@ -58,10 +58,14 @@ def _shard_shape_cases() -> Iterator[Case]:
     named: list[tuple[tuple[int, ...], P, str]] = [
         ((8, 16), P(None, "model"), ""),
         ((8, 16), P("data", "model"), ""),
-        ((8, 16), P("data"), "a dim that the spec has no entry for is whole"),
+        ((8, 16), P("data"), "a dim without an entry in the spec is not split"),
         ((8, 16), P(), ""),
         ((), P(), "a scalar has no dims: its shard is a scalar"),
-        ((16, 3), P(("data", "model")), "two axes on one dim split it as often as their product"),
+        (
+            (16, 3),
+            P(("data", "model")),
+            "two axes on one dim split it by the product of their sizes",
+        ),
         ((6, 16), P("model"), "6 rows cannot be split 4 ways: None"),
         ((4, 16), P(("data", "model")), "4 rows cannot be split 2 x 4 ways: None"),
     ]
@@ -99,10 +103,10 @@ def _copies_cases() -> Iterator[Case]:
     mesh = _mesh("data=2,model=4")
     named = [P(), P("data"), P(None, "model"), P("model", "data"), P(("model", "data"))]
     shapes = [(8,) * max(1, len(spec)) for spec in named]
-    given = zip(shapes, named, itertools.repeat(mesh))
-    for shape, spec, mesh in itertools.chain(given, _random(3, 8, divides=True)):
-        held = _placed(shape, spec, mesh).addressable_shards
-        yield Case((spec, mesh), sum(shard.index == held[0].index for shard in held))
+    rows = zip(shapes, named, itertools.repeat(mesh))
+    for shape, spec, mesh in itertools.chain(rows, _random(3, 8, divides=True)):
+        shards = _placed(shape, spec, mesh).addressable_shards
+        yield Case((spec, mesh), sum(shard.index == shards[0].index for shard in shards))
 
 
 def _held_cases() -> Iterator[Case]:
@@ -123,27 +127,27 @@ def _held_cases() -> Iterator[Case]:
             )
             where = dict(zip(mesh.axis_names, at, strict=True))
             swapped = any(isinstance(entry, tuple) for entry in spec)
-            hint = "of two axes on one dim the first is the major one" if swapped else ""
+            hint = "of two axes on one dim, the first is the major one" if swapped else ""
             yield Case((shape, spec, mesh, where), expected, hint=hint)
 
 
 def _first_spec_cases() -> Iterator[Case]:
     mesh = _mesh("data=2,model=4")
     column, row, both = P(None, "model"), P("model"), P("data", "model")
-    given: list[tuple[tuple[int, ...], list[P], str]] = [
+    rows: list[tuple[tuple[int, ...], list[P], str]] = [
         ((8, 16), [column, row], ""),
         ((8, 6), [column, row], "6 cannot be split 4 ways, 8 can"),
         ((6, 10), [both, column, P("data")], ""),
-        ((3, 5), [both, column, row], "none of them divides: None"),
+        ((3, 5), [both, column, row], "none of them divides evenly: None"),
         ((16,), [column, row], "a spec of two entries is too long for an array of one dim"),
-        ((8, 8), [P("modle"), column], "an axis that the mesh has not cannot be used"),
-        ((8, 8), [P("data", "data"), row], "an axis splits one dim once"),
+        ((8, 8), [P("modle"), column], "the spec names an axis that is not on the mesh"),
+        ((8, 8), [P("data", "data"), row], "a spec may use an axis only once"),
         ((8, 8), [P(("data", "model")), row], ""),
         ((4, 8), [P(("data", "model")), row], "4 cannot be split 2 x 4 ways"),
         ((), [row, P()], ""),
         ((8, 8), [], "no candidates: None"),
     ]
-    for shape, specs, hint in given:
+    for shape, specs, hint in rows:
         fits = (spec for spec in specs if _placed(shape, spec, mesh) is not None)
         yield Case((shape, specs, mesh), next(fits, None), hint=hint)
 
@@ -152,7 +156,7 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(
         "shard_shape",
         "shape, spec, mesh",
-        "Returns the shape of what one device holds of an array, as a tuple of ints; None if a dim "
+        "Returns the shape of one device's shard of an array, as a tuple of ints; None if a dim "
         "does not divide evenly.",
         "shard_shape((8, 16), P(None, 'model'), sw.mesh('data=2,model=4', on='cpu:8'))\n  → (8, 4)",
         "an entry is None, one axis, or a tuple of axes; mesh.shape['model'] is an axis's size",
@@ -161,11 +165,11 @@ EXERCISES: tuple[Exercise, ...] = (
     Exercise(
         "device_bytes",
         "shape, dtype, spec, mesh",
-        "Returns the bytes that one device holds of an array; every dim divides. `dtype` is a "
-        "name such as 'bfloat16'.",
+        "Returns the bytes that one device holds of an array; every dim divides evenly. `dtype` is "
+        "a name such as 'bfloat16'.",
         "device_bytes((8, 16), 'bfloat16', P(None, 'model'), sw.mesh('data=2,model=4', on='cpu:8'))"
         "\n  → 64",
-        "the shard's size times jnp.dtype(dtype).itemsize; a scalar has one number",
+        "the size of the shard times jnp.dtype(dtype).itemsize; a scalar has size 1",
         _device_bytes_cases,
     ),
     Exercise(
@@ -173,14 +177,14 @@ EXERCISES: tuple[Exercise, ...] = (
         "spec, mesh",
         "Returns how many devices hold the same shard of an array with this spec.",
         "copies(P(None, 'model'), sw.mesh('data=2,model=4', on='cpu:8'))\n  → 2",
-        "devices that differ only along axes that the spec does not name hold the same",
+        "devices that differ only along axes that the spec does not name hold the same shard",
         _copies_cases,
     ),
     Exercise(
         "held",
         "shape, spec, mesh, device",
-        "Returns which part of an array the device at the given coordinates holds: for each dim "
-        "the pair (start, stop). `device` maps each axis to a number.",
+        "Returns which part of an array the device at the given coordinates holds: a pair "
+        "(start, stop) for each dim. `device` maps each axis to a coordinate.",
         "held((8, 16), P('data', 'model'), sw.mesh('data=2,model=4', on='cpu:8'), "
         "{'data': 1, 'model': 2})\n  → ((4, 8), (8, 12))",
         "along one axis, device i holds the i-th piece; a dim without an axis is (0, size)",
@@ -190,11 +194,11 @@ EXERCISES: tuple[Exercise, ...] = (
         "first_spec",
         "shape, specs, mesh",
         "Returns the first of the candidate specs that JAX accepts for an array of this shape, or "
-        "None. It refuses an axis that the mesh has not, an axis that is used twice, more entries "
-        "than dims, and a dim that does not divide.",
+        "None. JAX rejects an axis that is not on the mesh, an axis that is used twice, more "
+        "entries than dims, and a dim that does not divide evenly.",
         "first_spec((8, 6), [P(None, 'model'), P('model')], sw.mesh('data=2,model=4', on='cpu:8'))"
         "\n  → P('model')",
-        "try the candidates in order, each against all four reasons",
+        "try the candidates in order, and check each for all four reasons",
         _first_spec_cases,
     ),
 )

@@ -1,4 +1,4 @@
-"""Exercises of lesson 1: a model's state as leaves, a layout as the tree that is paired with it."""
+"""Exercises of lesson 1: a model's state as leaves, and a layout as a tree that matches it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..._mesh import normal_spec
 from ..._nnx import keyed_leaves, show_path
 from .._exercise import Case, Differs, Exercise
 
-_ZEROS = nnx.initializers.zeros_init()  # only shapes count here, and zeros are made sooner
+_ZEROS = nnx.initializers.zeros_init()  # only shapes matter here, and zeros are faster to make
 _RULE = by_rank({2: P(None, "model"), 1: P("model")})
 
 
 class Mlp(nnx.Module):
-    """A model of lists, norms and statistics."""
+    """A model with a list, a norm and its statistics."""
 
     def __init__(self, layers: int = 2):
         """Makes the layers."""
@@ -64,7 +64,7 @@ def _spec_tree_cases() -> Iterator[Case]:
 
 
 def _by_path(function: Callable[[Any], Any], state: Any) -> dict[str, Any]:
-    """Returns the specs of a tree of the state's structure, by path."""
+    """Returns the specs of a tree with the state's structure, by path."""
 
     def is_spec(x: Any) -> bool:
         return isinstance(x, P)
@@ -74,8 +74,8 @@ def _by_path(function: Callable[[Any], Any], state: Any) -> dict[str, Any]:
     if structure != jax.tree.structure(state):
         wanted = len(jax.tree.leaves(state))
         raise Differs(
-            f"it is no tree of the state's structure: a {type(tree).__name__} of {len(specs)} "
-            f"leaves, and the state is a {type(state).__name__} of {wanted}"
+            f"it does not have the state's structure: it is a {type(tree).__name__} with "
+            f"{len(specs)} leaves, and the state is a {type(state).__name__} with {wanted}"
         )
     paths = [show_path(keys) for keys, _ in keyed_leaves(state)]
     return dict(zip(paths, specs, strict=True))
@@ -83,7 +83,7 @@ def _by_path(function: Callable[[Any], Any], state: Any) -> dict[str, Any]:
 
 def _resolve_cases() -> Iterator[Case]:
     rules: dict[str, Any] = {"embed": None, "mlp": "model", "vocab": ("data", "model"), "batch": ()}
-    given = [
+    rows = [
         ("embed", "mlp"),
         ("vocab", "embed"),
         ("mlp",),
@@ -91,9 +91,9 @@ def _resolve_cases() -> Iterator[Case]:
         (None, "mlp", None),
         ("batch", None, "vocab"),
     ]
-    for names in given:
+    for names in rows:
         plan = layout(_annotated(names), make_mesh("data=2,model=4", on="none"), logical=rules)
-        hint = "None and () both leave a dim whole" if None in names else ""
+        hint = "None and () both leave a dim unsplit" if None in names else ""
         yield Case((names, dict(rules)), plan["weight"].spec, hint=hint)
 
 
@@ -106,7 +106,7 @@ def _annotated(names: tuple[str | None, ...]) -> Callable[[], nnx.Module]:
 
 
 def _bias_cases() -> Iterator[Case]:
-    given: list[tuple[P, int, int]] = [
+    rows: list[tuple[P, int, int]] = [
         (P(None, "model"), 2, 1),
         (P("model", None), 2, 1),
         (P("model"), 2, 1),
@@ -116,7 +116,7 @@ def _bias_cases() -> Iterator[Case]:
         (P(None, None, None, "model"), 4, 1),
         (P("model", None, "data"), 3, 1),
     ]
-    for spec, kernel_ndim, bias_ndim in given:
+    for spec, kernel_ndim, bias_ndim in rows:
         entries = [*spec, *[None] * (kernel_ndim - len(spec))]
         expected = normal_spec(P(*entries[kernel_ndim - bias_ndim :]))
         yield Case((spec, kernel_ndim, bias_ndim), expected)
@@ -127,41 +127,41 @@ EXERCISES: tuple[Exercise, ...] = (
         "leaf_shapes",
         "model",
         "Returns a dict from the dotted path of each leaf of an nnx.Module's state to its shape. "
-        "A list's items go by their number: 'layers.0.kernel'. All variables count, not only "
+        "Items of a list go by their index: 'layers.0.kernel'. Include all variables, not only "
         "parameters.",
         "leaf_shapes(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))\n  → {'bias': (16,), 'kernel': (8, 16)}",
         "nnx.split(model)[1] is the state, and state.flat_state() or "
-        "jax.tree_util.tree_flatten_with_path(state) walks over its leaves",
+        "jax.tree_util.tree_flatten_with_path(state) walks its leaves",
         _leaf_shapes_cases,
     ),
     Exercise(
         "spec_tree",
         "state",
-        "Returns a tree of the same structure as an NNX state, with a PartitionSpec for every "
+        "Returns a tree with the same structure as an NNX state and a PartitionSpec for every "
         "leaf: P(None, 'model') for two dims, P('model') for one, P() for any other number.",
         "spec_tree(nnx.split(nnx.Linear(8, 16, rngs=nnx.Rngs(0)))[1])\n"
         "  → a State with P('model') at bias and P(None, 'model') at kernel",
-        "jax.tree.map(pick, state) keeps the structure; pick sees one array, and looks at its ndim",
+        "jax.tree.map(pick, state) keeps the structure; pick gets one array and looks at its ndim",
         _spec_tree_cases,
     ),
     Exercise(
         "resolve",
         "names, rules",
         "Returns the PartitionSpec of an array whose dims have the given names. `rules` maps a "
-        "name to an axis, to a tuple of axes, or to None or () for whole; a dim without a name "
-        "(None) is whole.",
+        "name to an axis, to a tuple of axes, or to None or () if the dim is not split; a dim "
+        "without a name (None) is not split either.",
         "resolve(('embed', 'mlp'), {'embed': None, 'mlp': 'model'})\n  → P(None, 'model')",
-        "one entry for each dim, in order; () is no axis, as None is",
+        "one entry for each dim, in order; like None, () stands for no axis",
         _resolve_cases,
     ),
     Exercise(
         "bias_spec",
         "kernel_spec, kernel_ndim, bias_ndim",
-        "Returns the PartitionSpec of a bias that lies as the output of its kernel does. The "
-        "bias's dims are the kernel's last `bias_ndim` of `kernel_ndim`.",
+        "Returns the PartitionSpec of a bias that is split like the output of its kernel. The dims "
+        "of the bias are the last `bias_ndim` of the kernel's `kernel_ndim`.",
         "bias_spec(P(None, 'model'), 2, 1)\n  → P('model')",
-        "a spec may have fewer entries than its array has dims: what is left out is whole. Fill "
-        "it up with None before you take the last entries",
+        "a spec may have fewer entries than its array has dims: the rest are not split. Pad it "
+        "with None before you take the last entries",
         _bias_cases,
     ),
 )

@@ -53,14 +53,14 @@ def require_match(layout: Layout, live: Mapping[Keys, Any], help: str = _HELP) -
 def match_findings(
     layout: Layout, live: Mapping[Keys, Any], help: str = _HELP
 ) -> Iterator[Finding]:
-    """Yields leaves that are missing, unplanned, or of another shape or dtype."""
+    """Yields leaves that are missing, unplanned, or differ in shape or dtype."""
     planned = {leaf.keys: leaf for leaf in layout.leaves}
     for keys, leaf in planned.items():
         if keys not in live:
             yield make_finding(
                 "SW202",
                 leaf.path,
-                f"the layout has this leaf of {show_bytes(leaf.bytes)}, the model has not",
+                f"the layout has this leaf of {show_bytes(leaf.bytes)}, but the model does not",
                 help,
             )
         elif not is_alike(leaf, live[keys]):
@@ -79,7 +79,7 @@ def match_findings(
             yield make_finding(
                 "SW203",
                 show_path(keys),
-                f"the model has this leaf of {size}, the layout has not",
+                f"the model has this leaf of {size}, but the layout does not",
                 help,
             )
 
