@@ -21,8 +21,6 @@ ROOMS = sorted({path.parent for path in FILES} - {PACKAGE})
 TOP = sorted(room.name for room in ROOMS if room.parent == PACKAGE)
 # Models to try the commands on; what they do is tested with the commands.
 WITHOUT_TESTS = {"examples"}
-# What is tested elsewhere than in the folder of its name.
-TESTED_IN = {"_chips": "mesh", "_step": "train"}
 
 
 def name_of(room):
@@ -75,7 +73,7 @@ def test_no_two_names_differ_by_a_letter():
 
 @pytest.mark.parametrize("room", [name for name in TOP if name not in WITHOUT_TESTS])
 def test_a_room_has_a_folder_of_tests(room):
-    folder = ROOT / "tests" / TESTED_IN.get(room, room.lstrip("_"))
+    folder = ROOT / "tests" / room.lstrip("_")
     assert list(folder.glob("test_*.py"))
 
 

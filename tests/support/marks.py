@@ -41,6 +41,7 @@ FAST = (
     "base/test_files.py",
     "check/test_codes.py",
     "check/test_match.py",
+    "chips/test_chips.py",
     "cli/test_cli.py",
     "compile/test_hlo.py",
     "jax/test_quick.py",
@@ -57,7 +58,7 @@ FAST = (
 )
 # Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
 # whole pages.
-NOT_FAST = {"checkpoint", "learn", "models", "parallel", "place", "processes", "report"}
+NOT_FAST = {"checkpoint", "learn", "models", "parallel", "place", "processes", "report", "step"}
 
 
 def marks_of(path, name):

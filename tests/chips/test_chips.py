@@ -1,0 +1,36 @@
+"""The table of chips: names, topologies, and numbers that agree with each other."""
+
+import math
+
+import pytest
+
+from shardwise._chips import CHIPS
+from shardwise._chips.chips import parse_chips, tpu_slices
+
+
+@pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e", "tpu7x"])
+def test_every_slice_is_in_order_and_within_a_pod(name):
+    slices = tpu_slices(name)
+    assert len(set(slices)) == len(slices)
+    for sizes in slices:
+        target = parse_chips(f"{name}:{'x'.join(map(str, sizes))}")
+        assert target.topology == sizes and math.prod(sizes) <= 9216
+        assert list(sizes) == sorted(sizes) or sizes == (2, 2, 1)
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_the_numbers_of_a_chip_agree(chip):
+    """What a device can use is less than what the chip has, and links are slower than memory."""
+    assert 0 < chip.capacity_bytes * chip.devices_per_chip < chip.hbm_bytes
+    assert chip.network_bytes_per_second <= chip.link_bytes_per_second
+    assert chip.link_bytes_per_second < chip.hbm_bytes_per_second < chip.bf16_flops_per_second
+    assert chip.source and chip.kind
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda chip: chip.name)
+def test_a_name_is_read_back(chip):
+    sizes = (2, 8) if chip.platform == "gpu" else tpu_slices(chip.name)[0]
+    text = f"{chip.name}:{'x'.join(map(str, sizes))}"
+    chips = parse_chips(text)
+    assert str(chips) == text and chips.topology == tuple(sizes) and chips.platform == chip.platform
+    assert chips.device_count == math.prod(sizes) * chip.devices_per_chip
