@@ -68,7 +68,7 @@ MESHES = {
         ("other length of keys", "real"),
     ],
 )
-def test_whole_arrays_on_a_mesh(case, mesh):
+def test_global_arrays_on_a_mesh(case, mesh):
     causal, args = CASES[case]
     given_mesh = MESHES[mesh]()
 
@@ -81,7 +81,7 @@ def test_whole_arrays_on_a_mesh(case, mesh):
 
 @pytest.mark.parametrize("run", [sw.simulate, jax.shard_map], ids=["simulated", "real"])
 @pytest.mark.parametrize(
-    ("check_vma", "key_heads"), [(False, 2), (True, 1)], ids=["heads split", "key heads whole"]
+    ("check_vma", "key_heads"), [(False, 2), (True, 1)], ids=["heads split", "key heads replicated"]
 )
 def test_in_a_body_with_data_and_tensor_axes(run, check_vma, key_heads):
     args = arrays(16, heads=4, key_heads=key_heads)
@@ -188,7 +188,7 @@ def test_memory_of_a_device_falls_as_the_axis_grows():
         ([(2, 8, 4, 8)] * 3, {"block": 0}, "block must be a positive integer, got 0"),
     ],
 )
-def test_refusals(shapes, options, text):
+def test_errors(shapes, options, text):
     with pytest.raises(ValueError, match=text):
         sw.sequence_parallel_attention(
             *(jnp.ones(s) for s in shapes), **({"axis": "seq", "mesh": "seq=4"} | options)

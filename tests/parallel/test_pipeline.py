@@ -1,4 +1,6 @@
-"""Pipelines against the unsplit stack: values, gradients, the bubble, and what is refused."""
+"""Pipelines against the plain stack: values, gradients, the bubble, and what is rejected."""
+
+import os
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +68,7 @@ BOTH = pytest.mark.parametrize(("schedule", "rounds"), SCHEDULES, ids=["gpipe", 
 
 
 def sharded(mesh):
-    """Returns the shardings of the stack over stages, and of its hidden units over `model`."""
+    """Returns shardings: the stack split over `stage`, its hidden units over `model`."""
     specs = {"up": P("stage", None, "model"), "down": P("stage", "model")}
     return jax.tree_util.tree_map_with_path(
         lambda path, _: NamedSharding(mesh, specs.get(path[0].key, P("stage"))), STATE
@@ -85,7 +87,7 @@ def fold(state, rounds):
     [("stage=4,data=2", 12), (lambda: sw.mesh("data=2,stage=4"), 4)],
     ids=["simulated", "real"],
 )
-def test_whole_stack_on_a_mesh(schedule, rounds, mesh, microbatches):
+def test_a_global_stack_on_a_mesh(schedule, rounds, mesh, microbatches):
     mesh = mesh if isinstance(mesh, str) else mesh()
 
     def run(state, x):
@@ -131,7 +133,7 @@ def test_in_a_body_with_data_and_tensor_axes(run):
     assert_near(grads(fn, STATE, X), WANT)
 
 
-def test_other_axes_stay_the_compilers():
+def test_other_axes_are_left_to_the_compiler():
     mesh = sw.mesh("stage=2,data=2,model=2")
     state = jax.device_put(STATE, sharded(mesh))
     x = jax.device_put(X, NamedSharding(mesh, P("data")))
@@ -223,7 +225,7 @@ def test_a_block_that_is_not_finite_on_zeros_has_finite_gradients():
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
-def test_the_bubble_is_that_of_theory(stages, groups, rounds):
+def test_the_bubble_matches_theory(stages, groups, rounds):
     microbatches = stages * groups
     timetable = sw.Timetable(stages, microbatches, rounds)
     assert timetable.bubble == pytest.approx((stages - 1) / (microbatches * rounds))
@@ -234,7 +236,7 @@ def test_the_bubble_is_that_of_theory(stages, groups, rounds):
             if (at := timetable.at(tick, stage)) is not None:
                 microbatch, round_ = at
                 seen[microbatch, round_ * stages + stage] = tick
-    # Every microbatch meets every part of the depth once, and each on the tick after the last.
+    # Every microbatch visits every part of the depth once, on consecutive ticks.
     assert len(seen) == microbatches * rounds * stages
     for (microbatch, part), tick in seen.items():
         assert part == 0 or seen[microbatch, part - 1] == tick - 1
@@ -256,7 +258,7 @@ def test_the_timetable_is_what_runs(schedule, rounds, ticks):
     hops, total = fn.trace(fold(STATE, rounds), X)
     assert (hops.kind, hops.times, hops.shape) == ("ppermute", ticks, (3, 3, WIDTH))
     assert (total.kind, total.times) == ("psum", 1)
-    assert hops.line.startswith("test_pipeline.py:")
+    assert hops.line.startswith(f"{os.path.relpath(__file__)}:")
 
 
 def test_the_circular_grid_prints():
@@ -268,7 +270,7 @@ def test_the_circular_grid_prints():
     assert " … 65 more" in str(sw.Timetable(6, 100))
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- what is rejected -----------------------------------------------------------------------------
 
 
 class Drops(nnx.Module):
@@ -325,13 +327,13 @@ def blocks(make=Block, count=LAYERS):
         (lambda: blocks(lambda rngs: nnx.Dropout(0.0)), {}, "the stack has no arrays"),
     ],
 )
-def test_refusals(stack, options, text):
+def test_errors(stack, options, text):
     how = {"axis": "stage", "microbatches": 4, "mesh": "stage=4"} | options
     with pytest.raises(ValueError, match=text):
         sw.pipeline(stack(), **how)(X)
 
 
-def test_a_stack_of_unequal_depths_is_refused():
+def test_a_stack_of_unequal_depths_is_rejected():
     state = nnx.split(stacked())[1]
     state["norm"]["bias"] = nnx.Param(jnp.zeros((LAYERS + 1, WIDTH)))
     pipe = sw.pipeline(nnx.merge(GRAPHDEF, state), axis="stage", microbatches=4, mesh="stage=4")
@@ -339,7 +341,7 @@ def test_a_stack_of_unequal_depths_is_refused():
         pipe(X)
 
 
-def test_rounds_in_a_body_are_refused():
+def test_rounds_in_a_body_are_rejected():
     def body(state, x):
         stack = nnx.merge(GRAPHDEF, state)
         how = {"microbatches": 4, "schedule": "circular", "rounds": 2}
