@@ -2,7 +2,7 @@
 
 Each element's bits are multiplied by an odd number of their place and summed modulo 2**32. That
 sum is linear, so that some changes cancel: an even number of flipped signs, for one. New
-checkpoints have the digest of `_digest`.
+checkpoints have the digest of `digest.py`.
 """
 
 from __future__ import annotations

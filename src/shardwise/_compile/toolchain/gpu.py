@@ -11,7 +11,7 @@ def target_config(chips: Chips) -> str:
     """Returns a text-format `GpuTargetConfigProto` for the GPUs of `chips`.
 
     It has what a datasheet has; which of its fields the installed compiler knows, the compiler
-    itself is asked: see `_compile_worker`.
+    itself is asked: see `worker.py`.
     """
     chip, gpu = chips.chip, chips.chip.gpu
     assert gpu is not None
