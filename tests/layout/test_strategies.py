@@ -205,7 +205,7 @@ def test_fsdp_counts_what_earlier_rules_left_on_each_device():
     left = lay(net(**parts), [{"big.kernel": SIXTEEN}, sw.fsdp("data")], "data=2,model=4,seq=4")
     assert [leaf.path for leaf in left.leaves if leaf.left] == ["big.kernel", "small.kernel"]
     assert left["big.kernel"].spec == SIXTEEN
-    assert left["big.kernel"].trail[-1].reason.startswith("one of 2 small leaves, 7.2 KiB in all")
+    assert left["big.kernel"].trail[-1].reason.startswith("one of 2 small leaves, 7.2 KiB in total")
     assert left["small.kernel"].reason.startswith("fsdp('data'): one of 2 small leaves, 7.2 KiB")
 
 
