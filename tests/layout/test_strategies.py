@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
+from shardwise._base import show_line
 
 COLUMN, ROW = P(None, "model"), P("model")
 SIXTEEN = P(("model", "seq"))
@@ -124,7 +125,7 @@ REFUSED = {
     "no axis for tensor": (lambda: lay(mlp, "tensor", "x=2"), "strategy 'tensor' needs an axis named 'tensor' or 'tp' or 'model', but the mesh has x=2: rename one, or use sw.tensor(axis)"),
     "logical": (lambda: lay(named, logical={"mlp": 3}), f"logical={{'mlp': 3}} {TO}"),
     "logical tuple": (lambda: lay(named, logical={"mlp": ("data", 3)}), f"logical={{'mlp': ('data', 3)}} {TO}"),
-    "inputs of another width": (lambda: lay(mlp, "tensor", inputs=TOKENS), "Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (6,) and (16,) at models.py:14; it was called with int32[2,6]"),
+    "inputs of another width": (lambda: lay(mlp, "tensor", inputs=TOKENS), f"Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (6,) and (16,) at {show_line(models.__file__, 14)}; it was called with int32[2,6]"),
     "too many inputs": (lambda: lay(mlp, "tensor", inputs=(X, X)), "Mlp.__call__ cannot be traced: TypeError: Mlp.__call__() takes 2 positional arguments but 3 were given; it was called with float32[2,6,16], float32[2,6,16]"),
     "unknown input": (lambda: lay(mlp, "tensor", inputs={"y": X}), "Mlp.__call__ cannot be traced: TypeError: Mlp.__call__() got an unexpected keyword argument 'y'; it was called with y=float32[2,6,16]"),
     "nothing to call": (lambda: lay(nnx.Module, "tensor", inputs=X), "Module.__call__ cannot be traced: TypeError: 'Module' object is not callable; it was called with float32[2,6,16]"),
@@ -205,7 +206,7 @@ def test_fsdp_counts_what_earlier_rules_left_on_each_device():
     left = lay(net(**parts), [{"big.kernel": SIXTEEN}, sw.fsdp("data")], "data=2,model=4,seq=4")
     assert [leaf.path for leaf in left.leaves if leaf.left] == ["big.kernel", "small.kernel"]
     assert left["big.kernel"].spec == SIXTEEN
-    assert left["big.kernel"].trail[-1].reason.startswith("one of 2 small leaves, 7.2 KiB in all")
+    assert left["big.kernel"].trail[-1].reason.startswith("one of 2 small leaves, 7.2 KiB in total")
     assert left["small.kernel"].reason.startswith("fsdp('data'): one of 2 small leaves, 7.2 KiB")
 
 

@@ -411,7 +411,7 @@ def test_a_model_that_names_axes_is_traced_on_explicit_axes():
     assert (layout["up.kernel"].spec, layout["down.kernel"].spec) == (COLUMN, ROW)
     message = (
         r"Resharded.__call__ itself names mesh axes, with out_sharding= or reshard at "
-        r"models.py:\d+, which needs Explicit axes: make the mesh with "
+        r"\S*models.py:\d+, which needs Explicit axes: make the mesh with "
         r"sw.mesh\(..., explicit=True\)$"
     )
     with pytest.raises(ValueError, match=message):
