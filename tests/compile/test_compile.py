@@ -272,7 +272,7 @@ def test_both_specs_of_an_activation_are_named(layers):
     (torn,) = [f for f in found if "produced as P('data', None, 'model')" in f.message]
     assert torn.code == "SW304" and torn.path.endswith(line_of(Torn.__call__, 3))
     assert f"{layers} all-to-all over 'model'" in torn.message
-    assert "an array of [16, 32, 64]" in torn.message
+    assert "an array of shape [16, 32, 64]" in torn.message
     assert torn.message.endswith("used as P('data', 'model')")
 
 
