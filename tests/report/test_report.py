@@ -176,7 +176,7 @@ def test_a_capacity_is_a_line_and_what_is_over_it_is_told(open_page):
         assert page.locator(".verdict.bad").count() == 1
         bar, limit = (page.locator(x).bounding_box() for x in (".memory .piece", ".memory .limit"))
         assert abs((limit["x"] - bar["x"]) / bar["width"] - 79.2 / 128) < 0.01
-        assert "whole on every device" in page.inner_text(".legend")
+        assert "replicated" in page.inner_text(".legend")
 
 
 def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
@@ -190,10 +190,10 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
         text = page.inner_text("#findings")
         first = findings[0]
         assert first.message in text and f"help: {first.help}" in text and first.code in text
-        assert "and 3 more alike, to blocks.3.up.kernel" in text
+        assert "and 3 more like it, up to blocks.3.up.kernel" in text
         page.click("#findings .link >> nth=0")
         assert page.inner_text("#leaf-title") == first.path
-        assert "cannot be cut so" in page.inner_text("#leaf")
+        assert "cannot be split this way" in page.inner_text("#leaf")
         assert page.locator(".verdict.bad").count() == 1
         picture(page, "findings")
 
@@ -269,7 +269,7 @@ def test_the_map_has_areas_by_bytes_and_shows_what_is_chosen(open_page):
         label = page.get_attribute("#model canvas", "aria-label")
         whole = [leaf for leaf in layout.leaves if leaf.copies == 8]
         assert (
-            f"whole on every device: {shown(sum(x.shard_bytes for x in whole))} in {len(whole)} leaves"
+            f"replicated: {shown(sum(x.shard_bytes for x in whole))} in {len(whole)} leaves"
             in label
         )
         # By keys: the largest first.
@@ -358,7 +358,7 @@ def test_each_device_s_slice_is_jax_s(path, open_page):
         assert held == real_slices(leaf, layout.mesh)[5]
         assert page.locator("#leaf .device.mate").count() == leaf.copies
         page.locator("#leaf .part").last.click()
-        assert f"part {parts} of {parts}" in page.inner_text("#cut-told")
+        assert f"shard {parts} of {parts}" in page.inner_text("#cut-told")
 
 
 def test_512_devices(open_page):
