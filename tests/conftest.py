@@ -14,20 +14,22 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import jax
 import pytest
 from jax._src import compilation_cache, compilation_cache_interface
+from marks import marks_of
 
 from shardwise import _cli
 
 # XLA reads this when a backend starts. Most of the time goes into compiling: quickly is better
-# than well, and in one piece better than in many, where all cores have work anyway.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_parallel_codegen_split_count=1"
-)
+# than well, and in one piece better than in many, where all cores have work anyway. What must hold
+# to the bit is tested with the usual flags too: tests/package/test_usual_flags.py.
+if os.environ.get("SHARDWISE_TESTS_XLA_FLAGS") != "usual":
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "")
+        + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        + " --xla_cpu_parallel_codegen_split_count=1"
+    )
 # Before any backend starts: every test runs on eight virtual devices.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # so that no test depends on whether another one started them
-gc.freeze()  # what is imported by now lives as long as the process: no need to look at it again
 
 
 class Compiled(compilation_cache_interface.CacheInterface):
@@ -58,9 +60,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONGEST = ("processes", "launch", "readme", "faults", "cli_run", "train", "fit", "properties")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config, items):
     ranks = {f"test_{name}": rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+    for item in items:
+        path = item.path.relative_to(config.rootpath / "tests").as_posix()
+        for mark in marks_of(path, item.name):
+            item.add_marker(mark)
+
+
+def pytest_collection_finish():
+    # What is collected by now lives as long as the process, and what JAX keeps of each program too:
+    # looking at all of it again and again takes a tenth of the time.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 100)
 
 
 @pytest.hookimpl(optionalhook=True)

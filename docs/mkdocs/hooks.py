@@ -53,7 +53,7 @@ def _commands() -> str:
     """Returns a section for each command, with what `--help` prints."""
     import typer
 
-    from shardwise import _cli
+    from shardwise._cli.options import app
 
     parts = []
 
@@ -68,5 +68,5 @@ def _commands() -> str:
             for each in getattr(command, "commands", {}) and command.list_commands(context):
                 add(command.commands[each], each, context)
 
-    add(typer.main.get_command(_cli.app), "shardwise")
+    add(typer.main.get_command(app), "shardwise")
     return "\n\n".join(parts)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._public import *  # noqa: F403  (a type checker reads its names)
+
+    __version__: str
 else:
     # The first name that is asked for brings JAX and Flax: `shardwise --help`, and the shell that
     # completes a word, ask for none and answer at once.
@@ -19,10 +21,16 @@ else:
     def __getattr__(name: str) -> Any:
         if name == "__all__":
             return sorted(_load())
+        if name == "__version__":
+            from importlib import metadata  # slow, and only this asks for it
+
+            globals()[name] = metadata.version(__name__)
+            return globals()[name]
         # What is private is a module, and never asked of them.
         if name.startswith("_") or name not in _load():
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_load()} - {"Any", "TYPE_CHECKING", "annotations", "importlib"})
+        ours = {*globals(), *_load(), "__version__"}
+        return sorted(ours - {"Any", "TYPE_CHECKING", "annotations", "importlib"})

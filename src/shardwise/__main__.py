@@ -1,5 +1,11 @@
 """`shardwise`, and `python -m shardwise`."""
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    # `python -m` puts the current folder first, whose flax.py or types.py would be imported.
+    sys.path.append(sys.path.pop(0))
+
 from ._base import end, end_on_signals, open_standard_streams
 
 

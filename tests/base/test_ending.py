@@ -25,7 +25,7 @@ def begin(*arguments, **options):
 
 
 def wait_until_ready(process):
-    """Waits until it catches SIGTERM, which Python by itself does not: the first thing it does."""
+    """Waits until the process handles SIGTERM, which is the first thing that a command sets up."""
     while process.poll() is None:
         with open(f"/proc/{process.pid}/status") as lines:
             (caught,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")]
@@ -35,7 +35,7 @@ def wait_until_ready(process):
 
 
 def stop(number, after):
-    """Returns the status and stderr of a plan that gets a signal after some seconds."""
+    """Returns the status and stderr of a plan that receives a signal after some seconds."""
     process = begin(*PLAN)
     wait_until_ready(process)
     try:
@@ -47,7 +47,7 @@ def stop(number, after):
 
 
 def test_a_signal_at_any_moment_ends_with_its_status():
-    """In Python, in JAX's C++ and while modules are imported; the kernel says -2 for 130 at exit."""
+    """In Python, in JAX's C++ and during imports; close to exit the status is -2 instead of 130."""
     began = time.monotonic()
     done = begin(*PLAN)
     assert done.communicate()[1] == "" and done.returncode == 0
@@ -63,7 +63,7 @@ def test_a_signal_at_any_moment_ends_with_its_status():
     ended = 0
     for (number, after), (status, err) in zip(tries, results, strict=True):
         if (status, err) == (0, ""):
-            continue  # it was done before
+            continue  # it had already finished
         ended += 1
         assert (status, err) in ((128 + number, words[number]), (-number, "")), after
     assert ended > 20
@@ -90,7 +90,7 @@ def test_a_target_that_hangs_is_ended(tmp_path, where):
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path):
-    """As `nohup` and a shell's background have it."""
+    """As with `nohup`, or in a shell's background."""
     (tmp_path / "waits.py").write_text(
         "import os, signal\n"
         "os.kill(os.getpid(), signal.SIGINT)\n"
@@ -121,7 +121,7 @@ def test_closed_streams(tmp_path, closed):
     assert done.stderr == ("saved layout.json\n" if closed == "stdout" else "")
 
 
-def test_a_result_is_saved_though_nobody_reads_the_output(tmp_path):
+def test_a_result_is_saved_even_if_nobody_reads_the_output(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run(
@@ -137,7 +137,7 @@ def test_a_result_is_saved_though_nobody_reads_the_output(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [PLAN, ("--help",)], ids=["plan", "help"])
-def test_a_full_stdout_is_one_sentence(arguments):
+def test_a_full_stdout_is_reported_in_one_sentence(arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "shardwise", *arguments],

@@ -36,7 +36,7 @@ def test_a_link_to_nothing_makes_its_target(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "made").read_text() == "new"
 
 
-def test_a_device_is_written_to_and_stays_one(run, tmp_path):
+def test_a_device_is_written_to_and_not_replaced(run, tmp_path):
     try:
         os.mknod("full", 0o666 | stat.S_IFCHR, os.makedev(1, 7))  # as /dev/full
         open("full").close()
@@ -64,7 +64,7 @@ def test_a_saved_file_can_be_printed(run):
     assert status == 0 and out.startswith("{")
 
 
-def test_what_is_read_is_not_overwritten(run):
+def test_a_file_that_the_command_reads_is_not_overwritten(run):
     assert run(*PLAN, "--save", "layout.json")[0] == 0
     os.symlink("layout.json", "link.json")
     before = {name: Path(name).read_text() for name in ("layout.json", "model.py", "rules.toml")}
@@ -82,13 +82,13 @@ def test_what_is_read_is_not_overwritten(run):
         ),
     }
     for arguments, (option, read) in cases.items():
-        told = f"shardwise: {option} would overwrite {read}, which this command reads: name another file\n"
-        assert run(*arguments) == (2, "", told)
+        message = f"shardwise: {option} would overwrite {read}, which this command reads: name another file\n"
+        assert run(*arguments) == (2, "", message)
     assert before == {name: Path(name).read_text() for name in before}
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "message"),
     [
         ("", "--save '' is not a file: name one, or /dev/stdout to print it"),
         ("-", "--save '-' is not a file: name one, or /dev/stdout to print it"),
@@ -97,6 +97,6 @@ def test_what_is_read_is_not_overwritten(run):
         ("model.py/l.json", "--save model.py/l.json cannot be written: there is no folder "),
     ],
 )
-def test_places_that_cannot_be_written(run, path, told):
+def test_paths_that_cannot_be_written(run, path, message):
     status, out, err = run(*PLAN, "--save", path)
-    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"shardwise: {told}")
+    assert (status, out, err.count("\n")) == (2, "", 1) and err.startswith(f"shardwise: {message}")

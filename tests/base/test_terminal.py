@@ -1,4 +1,4 @@
-"""The terminal: bars, tree, colours, progress, completion, help, and JSON as its schemas say."""
+"""The terminal: bars, tree, colours, progress, completion, help, and JSON that matches its schemas."""
 
 import contextlib
 import json
@@ -19,14 +19,14 @@ import typer
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._base import terminal as _terminal
+from shardwise import _cli
+from shardwise._base import terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
-from shardwise._cli import complete as _cli_complete
-from shardwise._cli import options as _cli
+from shardwise._cli import complete
 from shardwise._cli.bars import bar
 from shardwise._cli.tree import tree_text
-from shardwise._compile.compiled import Part
+from shardwise._compile.result import Part
 from shardwise._layout.strategies import flatten_rules
 from shardwise._nnx.recipe import remat_policy
 from shardwise.examples import decoder
@@ -105,7 +105,7 @@ JSON = {
 
 
 @pytest.mark.parametrize("case", JSON)
-def test_json_is_as_its_schema_says(run, case):
+def test_json_matches_its_schema(run, case):
     arguments, schema, status = JSON[case]
     found, out, err = run(*arguments, "--format", "json")
     assert (found or 0) == status and out.isascii(), err
@@ -224,7 +224,7 @@ def test_the_model_as_a_tree(run):
     assert rest.startswith(TREE)
 
 
-def test_a_tree_folds_only_what_is_alike_and_counts_every_byte():
+def test_a_tree_folds_only_identical_layers_and_counts_every_byte():
     mesh = sw.mesh("data=2,model=4", on="none")
     layout = sw.layout(decoder.make, mesh, {"blocks.1.down.kernel": P(None, "model")})
     rows = re.findall(r"^(.*?) {2,}([\d.]+ [KMG]?i?B) +[\d.]+%", tree_text(layout), re.M)
@@ -248,7 +248,7 @@ tell("no colour here")
 
 
 def on_terminal(*command, columns=100, **environment):
-    """Returns what a command writes to a terminal of its own, both streams."""
+    """Returns what a command writes to its own terminal, on both streams."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     environment = {**os.environ, "TERM": "xterm-256color", **environment}
@@ -258,7 +258,7 @@ def on_terminal(*command, columns=100, **environment):
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     out = b""
-    with contextlib.suppress(OSError):  # what Linux says when the other end is closed
+    with contextlib.suppress(OSError):  # what Linux raises when the other end is closed
         while piece := os.read(ours, 65536):
             out += piece
     os.close(ours)
@@ -267,7 +267,7 @@ def on_terminal(*command, columns=100, **environment):
 
 
 def screen(text):
-    """Returns the lines that are left on the screen, of a text that erases lines and goes up."""
+    """Returns the lines left on the screen after text that erases lines and moves the cursor up."""
     lines, row = [""], 0
     for token in re.findall(r"\x1b\[[\d;?]*[A-Za-z]|\n|\r|[^\x1b\n\r]+", text):
         if token == "\n":
@@ -297,19 +297,19 @@ def test_colours_and_progress_are_for_a_terminal_only():
 def test_any_encoding_gets_a_complete_text(encoding):
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, env=environment)
-    told = done.stdout.decode(encoding).splitlines()[0]
-    assert (done.stderr, told.replace("x80", "×80")) == (b"", "fits: ×80 ... (exact)")
+    text = done.stdout.decode(encoding).splitlines()[0]
+    assert (done.stderr, text.replace("x80", "×80")) == (b"", "fits: ×80 ... (exact)")
 
 
-def test_all_that_is_drawn_has_a_plain_form():
+def test_every_drawn_character_has_a_plain_form():
     drawn = TREE + "".join(text for _, text in BARS.values())
-    assert drawn.translate(_terminal._PLAIN).isascii()
+    assert drawn.translate(terminal._PLAIN).isascii()
 
 
-def test_a_command_on_a_terminal_says_what_takes_long_and_cleans_up(run):
+def test_a_command_on_a_terminal_shows_progress_and_cleans_up(run):
     command = ("plan", "model.py:make", "--mesh", "data=8", "--on", "v5e:2x4", "--tree")
     shown = on_terminal(SHARDWISE, *command)
-    assert "laying out model.py:make" in shown and "\x1b[?25h" in shown  # the cursor is back
+    assert "laying out model.py:make" in shown and "\x1b[?25h" in shown  # the cursor is restored
     assert "\x1b[1;33mreplicated" in shown
     left = screen(shown)
     assert "laying out" not in left and left == run(*command)[1]
@@ -317,7 +317,7 @@ def test_a_command_on_a_terminal_says_what_takes_long_and_cleans_up(run):
 
 def test_a_narrow_terminal_cuts_nothing_off():
     code = (
-        "from shardwise._base.terminal import tell; from shardwise._cli.bars import bar; from shardwise._compile.compiled import Part\n"
+        "from shardwise._base.terminal import tell; from shardwise._cli.bars import bar; from shardwise._compile.result import Part\n"
         "tell(bar([Part('parameters', 2**33, 'exact')], 2**34)); tell('x' * 300)"
     )
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))
@@ -327,7 +327,7 @@ def test_a_narrow_terminal_cuts_nothing_off():
     assert long == "x" * 300
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_a_reader_that_goes_away_is_not_an_error():
     command = f"{sys.executable} -m shardwise models --help | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("141\n", "")
@@ -348,7 +348,7 @@ COMPLETED = {
 
 
 def test_bash_completes():
-    """As bash does it: the script that is installed is loaded, and its function called."""
+    """As bash does it: loads the installed script, and calls its function."""
     script = f"""
         export PATH={shlex.quote(os.path.dirname(SHARDWISE))}:$PATH
         eval "$(_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION=1 shardwise --show-completion bash)"
@@ -386,13 +386,13 @@ def test_other_shells_complete(shell):
     assert done.returncode == 0 and "_SHARDWISE_COMPLETE" in done.stdout
 
 
-def test_what_is_completed_is_known():
-    for name in _cli_complete.STRATEGIES:
+def test_completions_are_valid():
+    for name in complete.STRATEGIES:
         assert flatten_rules(name, {"data": 2, "model": 4})
-    for on in _cli_complete.complete_devices(""):
+    for on in complete.complete_devices(""):
         if on not in ("here", "none", "cpu:8"):
             assert sw.mesh({"data": -1}, on=on).size > 1
-    for policy in _cli_complete.POLICIES[1:]:
+    for policy in complete.POLICIES[1:]:
         assert remat_policy(policy)
 
 
@@ -415,7 +415,7 @@ def test_jax_is_not_imported_before_it_is_needed(case):
 
 
 def commands():
-    return typer.main.get_command(_cli.app).commands.items()
+    return typer.main.get_command(_cli.options.app).commands.items()
 
 
 MINE = ("plan", "check", "compile", "train", "checkpoints", "chips", "models", "doctor")
@@ -459,12 +459,12 @@ def test_version(run):
 # --- small things ---------------------------------------------------------------------------------
 
 
-def test_a_chip_that_is_not_known_is_told_in_the_shell_s_words(run):
+def test_an_unknown_chip_is_reported_in_terms_of_options(run):
     _, _, err = run("plan", "model.py:make", "--mesh", "data=8", "--on", "h1000:8")
     assert err == (
-        "shardwise: --on h1000:8 names no chip that is known (near ones: h100, h200): use here (the "
-        "devices that are here), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, "
-        "h200, b200 with its topology, such as 'v5p:4x8x8'\n"
+        "shardwise: --on h1000:8 does not name a known chip (did you mean h100 or h200?): use here "
+        "(the devices of this machine), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, "
+        "h100, h200, b200 with its topology, such as 'v5p:4x8x8'\n"
     )
 
 
@@ -492,7 +492,7 @@ def test_plan_takes_a_policy(run):
         (show_count(1.5e9), "1.5G"),
     ],
 )
-def test_numbers_are_for_people(shown, text):
+def test_numbers_are_readable(shown, text):
     assert shown == text
 
 
@@ -502,13 +502,13 @@ def test_a_code_is_explained_without_the_docs(run):
     assert run("explain", "indivisible-dim") == (0, out, "")
     _, out, _ = run("explain")
     assert [line.split()[0] for line in out.splitlines()[1:-2]] == list(CODES)
-    told = "shardwise: 'SW14' is not a code: the nearest are SW104, SW501, SW405\n"
-    assert run("explain", "SW14") == (2, "", told)
+    text = "shardwise: 'SW14' is not a code: the nearest are SW104, SW501, SW405\n"
+    assert run("explain", "SW14") == (2, "", text)
     _, out, _ = run("check", "model.py:make", *MESH[:2], "--rules", "wrong.toml")
     assert out.endswith("shardwise explain SW101 explains it, and what to do\n")
 
 
-def test_what_is_missing_is_told_with_an_example(run):
+def test_a_missing_argument_is_reported_with_an_example(run):
     for name, command in commands():
         needed = [param for param in command.params if param.required]
         if needed:

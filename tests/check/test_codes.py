@@ -1,4 +1,4 @@
-"""Every code: its page, one case that has it and one that has not, and the text that it prints."""
+"""Every code: its page, a case with the finding and a case without, and the text that it prints."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def check(make, axes, rules=None, *, logical=None, **options):
 
 
 def audit(planned, live, rules="dp", live_rules="dp"):
-    """Audits a model that lies by `live_rules` against the layout of another by `rules`."""
+    """Audits a model that is sharded by `live_rules` against a layout by `rules`."""
     layout = sw.layout(planned, cpu("data=8"), rules)
     return sw.audit(layout, sw.init(live, sw.layout(live, cpu("data=8"), live_rules)))
 
@@ -99,7 +99,7 @@ def preflight(saved, wanted, *, rules="dp", tx=None, wanted_tx=None):
 
 
 def compiled(make, axes, rules, inputs, on="cpu:8"):
-    """Returns what is found in a compiled forward pass.
+    """Returns the findings of a compiled forward pass.
 
     Sizes are other than on the pages: JAX keeps one program for both, with the lines of the first.
     """
@@ -109,7 +109,7 @@ def compiled(make, axes, rules, inputs, on="cpu:8"):
 
 
 def trained(make, axes, rules):
-    """Returns what is found in a compiled training step."""
+    """Returns the findings of a compiled training step."""
     recipe = sw.Recipe(
         model=make,
         loss=lambda model, x: (model(x) ** 2).mean(),
@@ -136,19 +136,19 @@ def ordered(layer, x):
 
 
 def moved(layer, x):
-    """Goes from one split to another for which XLA knows no way."""
+    """Changes from one sharding to another, which XLA cannot do directly."""
     x = jax.lax.with_sharding_constraint(layer(x), P("x", None, "y"))
     return jax.lax.with_sharding_constraint(jnp.sin(x), P(None, ("y", "x")))
 
 
 def kept(layer, x):
-    """Has one split."""
+    """Keeps one sharding."""
     x = jax.lax.with_sharding_constraint(layer(x), P("x", None, "y"))
     return jax.lax.with_sharding_constraint(jnp.sin(x), P("x", None, "y"))
 
 
 def line(function, number):
-    """Returns the place of a function's line, as findings name it from any folder."""
+    """Returns the location of a function's line, as findings show it from any folder."""
     code = function.__code__
     return show_line(code.co_filename, code.co_firstlineno + number)
 
@@ -192,7 +192,7 @@ def test_page_runs(code):
     assert pages.run(instead, "example.py") == ""
 
 
-def test_every_code_has_a_page_and_both_cases_and_no_other_has():
+def test_every_code_has_a_page_and_both_cases():
     assert {page.stem for page in PAGES.glob("SW*.md")} == set(CODES)
     assert set(POSITIVE) == set(NEGATIVE) == set(CODES)
     row = re.compile(r"^\| \[(\w+)\]\((\w+)\.md\) \| ([\w-]+) \| (\w+) \| .+ \|$", re.MULTILINE)
@@ -212,7 +212,7 @@ POSITIVE = {
         lambda: check(mlp, "data=2,model=4", {"up.kernel": P("model", ("data", "model"))}),
         "up.kernel",
         "axis 'model' is used 2 times, for dim 0 and dim 1",
-        "an axis splits one dim once: drop all but one of them",
+        "each axis may be used only once: keep one use and drop the others",
     ),
     "SW103": (
         lambda: check(mlp, "model=4", {"up.kernel": P(None, None, "model")}),
@@ -233,21 +233,21 @@ POSITIVE = {
     "SW105": (
         lambda: check(lambda: nnx.Embed(4096, 256, rngs=rngs()), "data=4,model=2"),
         "embedding",
-        "4.0 MiB replicated on all 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of copies",
-        "P('data', 'model') would leave 512.0 KiB on each; allow={'SW105': 'embedding'} if "
+        "4.0 MiB replicated on all 8 devices: 100.0% of the model's 4.0 MiB, and 28.0 MiB of extra copies",
+        "P('data', 'model') would leave 512.0 KiB on each device; allow={'SW105': 'embedding'} if "
         "replication is intentional",
     ),
     "SW106": (
         lambda: check(mlp, "model=4", {"**.kernel": COLUMN, "down.bias": ROW}),
         "up.bias",
-        "it is P(), but is added to the output of up.kernel, which is split P('model')",
-        "give it P('model')",
+        "its spec is P(), but it is added to the output of up.kernel, which is split P('model')",
+        "use P('model')",
     ),
     "SW107": (
         lambda: check(mlp, "model=4", {"**.kernel": ROW, "upp.kernel": ROW}),
         "upp.kernel",
         "this pattern matches no leaf",
-        "the nearest path is up.kernel",
+        "the closest path is up.kernel",
     ),
     "SW108": (
         lambda: check(mlp, "model=4", {"**.kernel": ROW, "up.*": COLUMN, "up.bias": COLUMN}),
@@ -259,46 +259,46 @@ POSITIVE = {
     "SW109": (
         lambda: check(linear(names=("data", "mlp")), "data=2,model=4"),
         "kernel",
-        "name 'mlp' of the annotation resolves to no axis of the mesh (data, model)",
-        "say where it goes: sw.layout(..., logical={'mlp': 'model'}), "
+        "name 'mlp' in the annotation does not resolve to an axis of the mesh (data, model)",
+        "map it to an axis: sw.layout(..., logical={'mlp': 'model'}), "
         "or {'mlp': None} to replicate it",
     ),
     "SW110": (  # flax#5112
         lambda: check(stack((None, "model")), "model=4"),
         "kernel",
-        "the annotation has 2 entries for 3 dims: it lost the stacked dim 0 (size 3) and is off "
+        "the annotation has 2 entries for 3 dims: it lacks the stacked dim 0 (size 3) and is off "
         "by 1",
-        "give nnx.vmap or nnx.scan transform_metadata={nnx.PARTITION_NAME: None}, "
+        "pass transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap or nnx.scan, "
         "or annotate P(None, None, 'model')",
     ),
     "SW111": (
         lambda: check(mlp, "seq=2,model=4", {"**.kernel": ROW}),
         "seq",
-        "axis 'seq' of size 2 splits no leaf: every leaf has 2 copies along it",
-        "give it a rule, or fold it into another axis",
+        "no leaf is split over axis 'seq' of size 2: each has 2 copies along it",
+        "add a rule that uses it, or merge it into another axis",
     ),
     "SW112": (
         lambda: check(mlp, "model=4", {"**.kernel": ROW}, allow={"SW105": "embed.**"}),
         "embed.**",
-        "no SW105 was found there",
-        "drop the allowance",
+        "SW105 is allowed here but not found",
+        "remove the allowance",
     ),
     "SW201": (
         lambda: audit(linear(), linear(), {"kernel": P("data")}),
         "kernel",
-        "planned P('data'), lies P() on data=8: 512 B instead of 64 B, 448 B more on each device",
+        "planned P('data'), but is P() on data=8: 512 B instead of 64 B, 448 B more on each device",
         "place it with sw.shard(model, layout)",
     ),
     "SW202": (
         lambda: audit(linear(bias=True), linear()),
         "bias",
-        "the layout has this leaf of 64 B, the model has not",
+        "the layout has this leaf of 64 B, but the model does not",
         "make the layout again from this model",
     ),
     "SW203": (
         lambda: audit(linear(), linear(bias=True)),
         "bias",
-        "the model has this leaf of 64 B, the layout has not",
+        "the model has this leaf of 64 B, but the layout does not",
         "make the layout again from this model",
     ),
     "SW204": (
@@ -393,7 +393,7 @@ POSITIVE = {
     ),
 }
 
-# Near the positive case, and without any finding at all.
+# Close to the positive case, but without any finding.
 NEGATIVE = {
     "SW101": lambda: check(mlp, "data=2,model=4", {"up.kernel": ROW, "down.kernel": P("data")}),
     "SW102": lambda: check(mlp, "data=2,model=4", {"up.kernel": P(("data", "model"))}),
@@ -441,9 +441,11 @@ def test_not_found(code):
     assert not NEGATIVE[code](), NEGATIVE[code]()
 
 
-def test_sw104_says_what_to_pad_when_no_order_divides():
+def test_sw104_suggests_padding_when_no_arrangement_divides():
     found = only(check(linear(6, 10), "model=4", {"kernel": COLUMN}), "SW104")
-    assert found.help.startswith("no order of these axes divides (6, 10); pad dim 1 to 12, ")
+    assert found.help.startswith(
+        "no arrangement of these axes divides (6, 10) evenly; pad dim 1 to 12, "
+    )
 
 
 class EmbedAndHead(nnx.Module):
@@ -452,28 +454,28 @@ class EmbedAndHead(nnx.Module):
         self.head = nnx.Linear(256, 2048, use_bias=False, rngs=rngs())
 
 
-def test_sw105_share_and_bytes_are_those_of_real_arrays():
+def test_sw105_share_and_bytes_match_real_arrays():
     # keras-hub#2806: the pattern misses the embedding after a rename.
     layout = sw.layout(EmbedAndHead, cpu("data=8"), {"head.kernel": P(None, "data")})
     found = only(sw.check(layout), "SW105")
-    assert found.message.endswith("66.7% of the model's 6.0 MiB, and 28.0 MiB of copies")
+    assert found.message.endswith("66.7% of the model's 6.0 MiB, and 28.0 MiB of extra copies")
     assert "66.7%25 of the model's" in found.github
     embedding = sw.init(EmbedAndHead, layout).embed.embedding
-    held = [shard.data.nbytes for shard in embedding.addressable_shards]
-    assert sum(held) - embedding.nbytes == 28 * 2**20
+    resident = [shard.data.nbytes for shard in embedding.addressable_shards]
+    assert sum(resident) - embedding.nbytes == 28 * 2**20
     helped = {"head.kernel": P(None, "data"), "embed.embedding": P("data")}
-    assert found.help.startswith("P('data') would leave 512.0 KiB on each")
+    assert found.help.startswith("P('data') would leave 512.0 KiB on each device")
     model = sw.init(EmbedAndHead, sw.layout(EmbedAndHead, cpu("data=8"), helped))
     assert {s.data.nbytes for s in model.embed.embedding.addressable_shards} == {512 * 2**10}
 
 
 @pytest.mark.parametrize("rules", [sw.replicate(), "dp"], ids=["replicate", "dp"])
-def test_sw105_is_silent_where_whole_is_asked_for(rules):
+def test_sw105_is_silent_if_replication_is_requested(rules):
     assert not check(EmbedAndHead, "data=8", rules)
 
 
 class Small(nnx.Module):
-    """6.5 MiB, of leaves of less than 1 MiB."""
+    """6.5 MiB in leaves under 1 MiB."""
 
     def __init__(self):
         self.embed = nnx.Embed(512, 256, rngs=rngs())
@@ -488,15 +490,15 @@ LARGEST = "blocks.{0..23}.kernel ×24 (6.0 MiB), embed.embedding (512.0 KiB), bl
     [(None, "sw.fsdp('data')"), (sw.fsdp("data", min_bytes=2**20), "sw.fsdp('data', min_bytes=0)")],
     ids=["no rule", "fsdp left them"],
 )
-def test_sw105_sums_up_what_is_small(rules, how):
+def test_sw105_sums_small_leaves(rules, how):
     found = only(check(Small, "data=8", rules), "SW105")
     assert found.path == "**"
     assert found.message == (
-        "49 small leaves replicated, 6.5 MiB in all: 100.0% of the 6.5 MiB on each of 8 devices"
+        "49 small replicated leaves, 6.5 MiB in total: 100.0% of the 6.5 MiB on each of 8 devices"
     )
     assert found.context == f"mesh data=8  the largest: {LARGEST}"
     assert found.help == (
-        f"{how} would leave 835.0 KiB on each; allow={{'SW105': '**'}} or their paths if "
+        f"{how} would leave 835.0 KiB on each device; allow={{'SW105': '**'}} or their paths if "
         f"replication is intentional"
     )
     helped = sw.layout(Small, sw.mesh("data=8", on="none"), sw.fsdp("data", min_bytes=0))
@@ -510,11 +512,11 @@ def test_sw105_of_many_small_leaves_is_allowed_by_their_paths():
     assert not found and len(found.allowed) == 24
     found = check(Small, "data=8", allow={"SW105": ["embed.*", "head.*"]})
     assert [(f.code, f.path) for f in found] == [("SW105", "**"), ("SW112", "head.*")]
-    assert found[0].message.startswith("48 small leaves replicated, 6.0 MiB in all")
+    assert found[0].message.startswith("48 small replicated leaves, 6.0 MiB in total")
 
 
-def test_sw105_leaves_alone_what_was_left_as_small():
-    # A min_bytes of the user's own, above 1 MiB; what is left is little of the model.
+def test_sw105_is_silent_about_a_small_share_of_small_leaves():
+    # A custom min_bytes above 1 MiB; the leaves that it leaves unsplit are a small share of the model.
     def make():
         return nnx.Sequential(*[nnx.Linear(n, 8192, rngs=rngs()) for n in (16384, 16384, 64)])
 
@@ -522,29 +524,29 @@ def test_sw105_leaves_alone_what_was_left_as_small():
     layout = sw.layout(make, mesh, sw.fsdp("data", min_bytes=2**22))
     assert layout["layers.2.kernel"].left == "small" and layout["layers.2.kernel"].is_replicated
     assert not sw.check(layout)
-    # By itself, fsdp never leaves 1 MiB.
+    # By default, fsdp never leaves 1 MiB unsplit.
     assert sw.layout(make, mesh, "fsdp")["layers.2.kernel"].copies == 1
 
 
 PADDED = {
     "a vocabulary": (
         (50257, 250), "data=8", "fsdp",
-        "47.9 MiB replicated on all 8 devices: 100.0% of the model's 47.9 MiB, and 335.5 MiB of copies; no free dim divides 8 ways over axis 'data'",
+        "47.9 MiB replicated on all 8 devices: 100.0% of the model's 47.9 MiB, and 335.5 MiB of extra copies; no free dim is divisible by 8, the size of axis 'data'",
         "pad dim 0 from 50257 to 50304, a multiple of 128, or use an axis whose size divides a dim",
     ),
     "split by one axis already": (
         (50257, 1024), "data=32,model=4", [{"**": P(None, "model")}, sw.fsdp("data")],
-        "49.1 MiB on each of 128 devices, every shard on 32 of them: 100.0% of the model's 196.3 MiB, and 5.9 GiB of copies; no free dim divides 32 ways over axis 'data'",
+        "49.1 MiB on each of 128 devices, every shard on 32 of them: 100.0% of the model's 196.3 MiB, and 5.9 GiB of extra copies; no free dim is divisible by 32, the size of axis 'data'",
         "pad dim 0 from 50257 to 50304, a multiple of 128, or use an axis whose size divides a dim",
     ),
     "small dims": (
         (700, 700), "data=64", "fsdp",
-        "1.9 MiB replicated on all 64 devices: 100.0% of the model's 1.9 MiB, and 117.8 MiB of copies; no free dim divides 64 ways over axis 'data'",
+        "1.9 MiB replicated on all 64 devices: 100.0% of the model's 1.9 MiB, and 117.8 MiB of extra copies; no free dim is divisible by 64, the size of axis 'data'",
         "pad dim 0 from 700 to 704, or use an axis whose size divides a dim",
     ),
     "too many devices": (
         (300, 1000), "data=4096", None,
-        "1.1 MiB replicated on all 4096 devices: 100.0% of the model's 1.1 MiB, and 4.6 GiB of copies; no free dim divides 4096 ways over axis 'data'",
+        "1.1 MiB replicated on all 4096 devices: 100.0% of the model's 1.1 MiB, and 4.6 GiB of extra copies; no free dim is divisible by 4096, the size of axis 'data'",
         "use an axis of size 8, which divides dim 1 (size 1000)",
     ),
 }  # fmt: skip
@@ -560,7 +562,7 @@ def test_sw105_of_a_large_leaf_that_no_axis_divides(case):
     )
 
 
-def test_sw105_padding_as_it_says_divides():
+def test_sw105_padding_that_it_suggests_is_divisible():
     layout = sw.layout(
         lambda: nnx.Embed(50304, 250, rngs=rngs()), sw.mesh("data=8", on="none"), "fsdp"
     )
@@ -588,13 +590,13 @@ def test_sw106_is_silent(rules):
     assert "SW106" not in codes(check(linear(bias=True), "data=2,model=4", rules))
 
 
-def test_sw106_of_stacked_layers_leaves_the_stack_whole():
+def test_sw106_of_stacked_layers_does_not_split_the_stack():
     make = stack((None, "model"), bias=True)
     found = only(check(make, "model=4", {"kernel": P(None, None, "model")}), "SW106")
-    assert found.help == "give it P(None, 'model')"
+    assert found.help == "use P(None, 'model')"
 
 
-def test_sw109_is_told_from_sw101():
+def test_sw109_is_distinct_from_sw101():
     make = linear(names=(None, "mlp"))
     assert codes(check(make, "data=2")) == ["SW109"]
     assert codes(check(make, "data=2", logical={"mlp": "dataa"})) == ["SW101"]
@@ -663,7 +665,7 @@ def test_all_findings_come_at_once():
     assert str(findings).endswith("9 errors, 2 warnings")
 
 
-def test_errors_are_raised_all_together_and_warnings_not():
+def test_all_errors_are_raised_together_and_warnings_are_not():
     findings = many()
     with pytest.raises(sw.LayoutError) as caught:
         findings.raise_if_errors()
@@ -674,7 +676,7 @@ def test_errors_are_raised_all_together_and_warnings_not():
     assert warnings.raise_if_errors() is warnings
 
 
-def test_findings_alike_print_as_one():
+def test_similar_findings_print_as_one():
     make = lambda: models.Transformer(rngs(), hidden=30, layers=4)  # noqa: E731
     findings = check(make, "model=4", {"blocks.*.mlp.up.kernel": COLUMN})
     assert codes(findings) == ["SW104"] * 4
@@ -683,7 +685,7 @@ def test_findings_alike_print_as_one():
         "  dim 1 (size 30) cannot be split 4 ways over axis 'model'\n"
         "  shape (16, 30)  spec P(None, 'model')  mesh model=4\n"
         "  help: P('model', None) divides evenly\n"
-        "  and 3 more alike, to blocks.3.mlp.up.kernel\n"
+        "  and 3 more like it, up to blocks.3.mlp.up.kernel\n"
         "4 errors, 0 warnings"
     )
 
@@ -722,14 +724,14 @@ def test_allowances(allow, kept, allowed):
     assert (", 1 allowed" in findings.summary) == (allowed == 1)
 
 
-def test_an_allowance_of_no_code_is_refused():
+def test_an_allowance_for_an_unknown_code_is_refused():
     with pytest.raises(
-        ValueError, match="allow names 'SW999', which is no code: nearest are SW109"
+        ValueError, match="allow names 'SW999', an unknown code: the closest are SW109"
     ):
         check(linear(), "data=2", allow={"SW999": "**"})
 
 
-# --- planned against live ----------------------------------------------------------------------
+# --- planned and live --------------------------------------------------------------------------
 
 
 def test_sw201_weighs_real_shards():
@@ -741,7 +743,7 @@ def test_sw201_weighs_real_shards():
     assert "512 B instead of 64 B, 448 B more on each device" in found.message
     assert found.context == "shape (8, 16)  planned shard (1, 16)  live shard (8, 16)"
     (found,) = sw.audit(layout, linear()())
-    assert "planned P('data'), lies on 1 device, as SingleDeviceSharding: " in found.message
+    assert "planned P('data'), but is on 1 device, as SingleDeviceSharding: " in found.message
 
 
 @pytest.mark.parametrize("as_state", [True, False], ids=["state", "model"])
@@ -760,7 +762,7 @@ def test_sw201_of_another_mesh():
     mesh = cpu("data=2,model=4")
     (found,) = sw.audit(sw.layout(linear(), mesh, {"kernel": COLUMN}), model)
     assert found.message == (
-        "planned P(None, 'model'), lies P(None, 'x') on x=8: "
+        "planned P(None, 'model'), but is P(None, 'x') on x=8: "
         "64 B instead of 128 B, 64 B less on each device"
     )
     alike = sw.layout(linear(), mesh, {"kernel": P(None, ("data", "model"))})
@@ -787,7 +789,7 @@ def test_audit_of_an_optimizer_state():
     assert not sw.audit(plan, sw.shard(state, plan))
 
 
-def test_audit_allows_and_reports_what_it_allowed_in_vain():
+def test_audit_allows_and_reports_unused_allowances():
     layout = sw.layout(linear(), cpu("data=8"), {"kernel": P("data")})
     findings = sw.audit(layout, linear()(), allow={"SW201": ["kernel", "bias"]})
     assert codes(findings) == ["SW112"] and codes(findings.allowed) == ["SW201"]
@@ -801,12 +803,12 @@ def test_patterns_and_allowances_match_numbered_steps():
         make, sw.mesh("model=4", on="none"), {f"layers.{i}.kernel": COLUMN for i in range(10)}
     )
     assert {leaf.spec for leaf in layout.leaves if leaf.ndim == 2} == {COLUMN}
-    whole = sw.layout(make, sw.mesh("model=4", on="none"))
-    assert not sw.check(whole, allow={"SW105": "layers.*.kernel", "SW111": "model"})
-    assert len(sw.check(whole, allow={"SW105": "layers.3.kernel", "SW111": "model"})) == 9
+    layout = sw.layout(make, sw.mesh("model=4", on="none"))
+    assert not sw.check(layout, allow={"SW105": "layers.*.kernel", "SW111": "model"})
+    assert len(sw.check(layout, allow={"SW105": "layers.3.kernel", "SW111": "model"})) == 9
 
 
-def test_unlike_findings_are_not_folded():
+def test_different_findings_are_not_folded():
     def make():
         return nnx.Sequential(
             nnx.Linear(6, 8, use_bias=False, rngs=rngs()),

@@ -19,7 +19,7 @@ def mesh():
 
 
 class Bare(nnx.Module):
-    """Arrays that are no variables, Python numbers, and NumPy arrays of 64 bits."""
+    """Arrays that are not variables, Python numbers, and 64-bit NumPy arrays."""
 
     def __init__(self):
         self.w = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -73,7 +73,7 @@ def test_parameters_in_a_list_at_the_root():
     assert (opt["0.mu.p.0"].spec, opt["0.nu.p.1"].spec) == (P("model"), P("data"))
 
 
-def test_an_update_that_cannot_be_traced_leaves_what_it_cannot_tell_whole():
+def test_an_update_that_cannot_be_traced_leaves_unknown_dims_replicated():
     layout = sw.layout(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(0)), mesh(), {"kernel": P("data")})
     opt = layout.for_optimizer(optax.lbfgs(memory_size=16))
     stacked = [leaf for leaf in opt.leaves if leaf.shape == (16, 16, 16)]
@@ -89,7 +89,7 @@ def test_an_optimizer_for_a_layout_with_errors_keeps_the_errors():
 
 BAD_FACTORIES = {
     "class": (nnx.Linear, "the model's factory 'Linear' needs the argument 'in_features': give a function of no arguments"),
-    "outer rngs": (functools.partial(nnx.Linear, 2, 2, rngs=nnx.Rngs(0)), "the model's factory changes something that was made outside it, such as an nnx.Rngs"),
+    "outer rngs": (functools.partial(nnx.Linear, 2, 2, rngs=nnx.Rngs(0)), "the model's factory changes something that was created outside it, such as an nnx.Rngs"),
     "other": (lambda: 3, "the model's factory returned a int: it must return an nnx.Module"),
 }  # fmt: skip
 
@@ -115,15 +115,15 @@ def test_prints_in_an_initialiser_are_kept(capsys):
     assert not sw.audit(layout, model)
 
 
-def test_layers_alike_are_compiled_once_and_differ_in_value():
+def test_identical_layers_are_compiled_once_and_differ_in_value():
     class Deep(nnx.Module):
         def __init__(self):
             rngs = nnx.Rngs(0)
             self.layers = nnx.List([nnx.Linear(128, 128, rngs=rngs) for _ in range(6)])
 
     layout = sw.layout(Deep, mesh(), sw.fsdp("data", min_bytes=0))
-    model, whole = sw.init(Deep, layout), jax.jit(lambda: nnx.split(Deep())[1])()
-    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(whole), strict=True):
+    model, full = sw.init(Deep, layout), jax.jit(lambda: nnx.split(Deep())[1])()
+    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(full), strict=True):
         np.testing.assert_array_equal(a, b)
     kernels = [np.asarray(layer.kernel[...]) for layer in model.layers]
     assert len({k.tobytes() for k in kernels}) == 6
@@ -141,12 +141,12 @@ def test_huge_targets_and_counts_answer_at_once():
 def test_contradicting_flax_rules_are_refused():
     kernel_init = nnx.with_metadata(nnx.initializers.zeros_init(), out_sharding=("embed", "mlp"))
     rules = (("mlp", "model"), ("mlp", None))
-    with nnx.logical_axis_rules(rules), pytest.raises(ValueError, match="send 'mlp' to"):
+    with nnx.logical_axis_rules(rules), pytest.raises(ValueError, match="map 'mlp' to both"):
         sw.layout(lambda: nnx.Linear(8, 8, kernel_init=kernel_init, rngs=nnx.Rngs(0)), mesh())
 
 
 class FusedGlu(nnx.Module):
-    """One kernel for gate and value, cut in two: its columns cannot be split as they lie."""
+    """One kernel for gate and value, split in two: its columns cannot be sharded in their order."""
 
     def __init__(self):
         self.up = nnx.Linear(16, 64, rngs=nnx.Rngs(0))
@@ -166,7 +166,7 @@ def test_half_a_pair_is_left_alone():
     assert collectives(sw.init(FusedGlu, layout), (x,)) == {}
 
 
-def test_inputs_that_are_no_arrays_and_a_mesh_that_the_caller_set():
+def test_inputs_that_are_not_arrays_and_a_mesh_that_the_caller_set():
     class Switch(nnx.Module):
         def __init__(self):
             self.up = nnx.Linear(16, 32, rngs=nnx.Rngs(0))
@@ -207,7 +207,7 @@ def test_a_table_prints_in_a_notebook(monkeypatch):
 
 
 BAD_RULES = {
-    "glob class": ({"layers.[01].kernel": P()}, {}, "'layers.[01].kernel' is not a path pattern: in a step only * and ? are wild"),
+    "glob class": ({"layers.[01].kernel": P()}, {}, "'layers.[01].kernel' is not a path pattern: the only wildcards in a step are * and ?"),
     "opinion of text": (lambda leaf: sw.Opinion("model"), {}, "rule '<lambda>' at 'bias' gave 'model', which is a str"),
     "logical pairs": (None, {"logical": [("mlp", "model")]}, "logical is a list: give a dict"),
 }  # fmt: skip
@@ -223,7 +223,7 @@ def test_bad_rules(case):
 
 @pytest.mark.parametrize("axes", [(3,), ("",), (None,), ()])
 def test_bad_fsdp_axes(axes):
-    with pytest.raises(ValueError, match="needs one or more different axis names"):
+    with pytest.raises(ValueError, match="needs one or more distinct axis names"):
         sw.fsdp(*axes)
 
 
@@ -233,7 +233,7 @@ def test_a_lockfile_with_a_leaf_twice_is_damaged(tmp_path):
     lines = path.read_text().splitlines()
     row = next(line for line in lines if '"kernel"' in line)
     path.write_text("\n".join(lines).replace(row, f"{row},\n{row}"))
-    with pytest.raises(ValueError, match="damaged layout: kernel stands in it twice"):
+    with pytest.raises(ValueError, match="damaged layout: kernel appears twice"):
         sw.load_layout(path)
     with pytest.raises(ValueError, match="cannot be written to"):
         sw.layout(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh()).save(path / "below")
@@ -257,4 +257,4 @@ def test_recurrent_cells_are_left_alone_for_the_right_reason():
     make = lambda: nnx.RNN(nnx.LSTMCell(8, 16, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))  # noqa: E731
     layout = sw.layout(make, mesh(), "tensor", inputs=jax.ShapeDtypeStruct((2, 4, 8), "float32"))
     assert layout["cell.hi.kernel"].spec == P()
-    assert "summed over between two leaves" not in layout.explain("cell.hi.kernel")
+    assert "contracted between two leaves" not in layout.explain("cell.hi.kernel")

@@ -118,6 +118,7 @@ def saved(tmp_path_factory):
     return checkpoints, want
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("target", TARGETS)
 def test_restores_bitwise_onto_any_layout(saved, target):
     """orbax#648, orbax#2408: fewer devices, another split, Explicit axes."""
@@ -130,6 +131,7 @@ def test_restores_bitwise_onto_any_layout(saved, target):
         assert AxisType.Explicit in state.model["up.kernel"].sharding.mesh.axis_types
 
 
+@pytest.mark.bitwise
 def test_restores_under_a_mesh_that_is_set(saved):
     """orbax#3164."""
     checkpoints, want = saved
@@ -138,6 +140,7 @@ def test_restores_under_a_mesh_that_is_set(saved):
         assert bits(checkpoints.restore(RECIPE, layout)) == want
 
 
+@pytest.mark.bitwise
 def test_from_layout_to_layout_and_back(saved, tmp_path):
     checkpoints, want = saved
     state = checkpoints.restore(RECIPE, layout_for("the same"))
@@ -150,6 +153,7 @@ def test_from_layout_to_layout_and_back(saved, tmp_path):
     assert int(train(state, 1).step) == 4
 
 
+@pytest.mark.bitwise
 def test_a_restored_state_trains_as_the_saved_one(saved):
     checkpoints, want = saved
     layout = layout_for("the same")

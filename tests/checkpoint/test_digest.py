@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise import _digest, _digest_v1
+from shardwise._checkpoint import digest as digest_v2
+from shardwise._checkpoint import digest_v1
 
 DTYPES = (
     *("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
@@ -25,7 +26,7 @@ def put(array, axes="data=1", spec=None):
 
 
 def values(arrays):
-    found = _digest.digests({str(i): x for i, x in enumerate(arrays)})()
+    found = digest_v2.digests({str(i): x for i, x in enumerate(arrays)})()
     return [found[str(i)].value for i in range(len(arrays))]
 
 
@@ -53,7 +54,7 @@ def test_the_cipher_is_threefry():
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
     ]
     for key, block, want in known:
-        got = _digest._threefry(tuple(map(np.uint32, key)), tuple(map(jnp.uint32, block)))
+        got = digest_v2._threefry(tuple(map(np.uint32, key)), tuple(map(jnp.uint32, block)))
         assert tuple(map(int, got)) == want
 
 
@@ -87,10 +88,10 @@ def test_crafted_changes_all_have_another_digest(shape):
 def test_the_old_sum_saw_none_of_these():
     """Why format 1 had to go: it stays only to read what it wrote."""
     x = noise((96, 64))
-    old = [_digest_v1.sums({"x": put(v)})["x"] for v in (x, -x, CHANGES["two signs flipped"](x))]
+    old = [digest_v1.sums({"x": put(v)})["x"] for v in (x, -x, CHANGES["two signs flipped"](x))]
     assert old[0] == old[1] == old[2]
     square = noise((64, 64))
-    assert _digest_v1.sums({"x": put(square)}) == _digest_v1.sums({"x": put(square.T)})
+    assert digest_v1.sums({"x": put(square)}) == digest_v1.sums({"x": put(square.T)})
     assert digest(square) != digest(square.T)
 
 
@@ -187,7 +188,7 @@ def test_finite_is_told_with_it():
         "complex": jax.lax.complex(noise((4,)), noise((4,)).at[0].set(jnp.inf)),
     }
     placed = {name: put(x, "data=8") for name, x in arrays.items()}
-    found = {name: digest.finite for name, digest in _digest.digests(placed)().items()}
+    found = {name: digest.finite for name, digest in digest_v2.digests(placed)().items()}
     assert [name for name, finite in found.items() if not finite] == [
         *("small nan", "large inf", "complex")
     ]
@@ -196,8 +197,8 @@ def test_finite_is_told_with_it():
 def test_many_arrays_are_few_programs():
     arrays = {str(i): put(noise((96, 96), seed=i), "data=2,model=4", P("data")) for i in range(30)}
     arrays |= {f"small{i}": put(noise((4, i + 1)), "data=2,model=4") for i in range(20)}
-    _digest._parts_on.cache_clear()
-    found = _digest.digests(arrays)()
+    digest_v2._parts_on.cache_clear()
+    found = digest_v2.digests(arrays)()
     assert len({d.value for d in found.values()}) == len(arrays)
-    assert _digest._parts_on.cache_info().currsize <= 3
+    assert digest_v2._parts_on.cache_info().currsize <= 3
     assert found["7"].value == digest(noise((96, 96), seed=7))

@@ -87,6 +87,7 @@ def damaged(pristine, tmp_path):
 # --- killed ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_sigkill_at_random_moments_of_a_save(tmp_path):
     """Two processes side by side: every listed step is whole, bitwise, after every kill."""
     command = [sys.executable, str(HERE / "kill_save.py")]
@@ -129,6 +130,7 @@ def start(script, *arguments):
     )
 
 
+@pytest.mark.once
 def test_two_processes_that_save_to_one_directory(tmp_path):
     """What `wait` calls saved is there, and the others are refused by a sentence that says who."""
     run = tmp_path / "run"
@@ -222,11 +224,11 @@ def test_a_lock_is_not_kept_by_a_forked_child(tmp_path):
 
 def test_a_step_that_is_gone_when_its_save_is_done(tmp_path, monkeypatch):
     """As another program that cleans up may do it: no save is called done that is not there."""
-    from shardwise import _orbax
+    from shardwise._checkpoint import orbax
 
-    wait = _orbax.Writer.wait
+    wait = orbax.Writer.wait
     monkeypatch.setattr(
-        _orbax.Writer, "wait", lambda writer: (wait(writer), shutil.rmtree(tmp_path / "1"))
+        orbax.Writer, "wait", lambda writer: (wait(writer), shutil.rmtree(tmp_path / "1"))
     )
     checkpoints = sw.Checkpoints(tmp_path)
     checkpoints.save(1, state())
@@ -550,6 +552,7 @@ def run_disk(mode, directory, before=()):
     return told, done.stderr
 
 
+@pytest.mark.once
 def test_a_full_disk(tmp_path):
     told, _ = run_disk("full", tmp_path, OWN_MOUNTS)
     full = "step {} could not be saved to DIR: the disk is full"
@@ -564,6 +567,7 @@ def test_a_full_disk(tmp_path):
     }
 
 
+@pytest.mark.once
 def test_a_read_only_directory(tmp_path):
     told, _ = run_disk("readonly", tmp_path, OWN_MOUNTS)
     refused = "step {} could not be saved to DIR{}: the file system is read-only"

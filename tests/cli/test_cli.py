@@ -214,7 +214,10 @@ def test_check_allows(run):
     allow = ("--allow", "SW111:model", "--allow", "SW105:up.**", "--format", "concise")
     status, out, _ = run("check", "mlp.py:make", *MESH, *allow)
     assert status == 1
-    assert out == "up.**: warning[SW112] no SW105 was found there (help: drop the allowance)\n"
+    assert (
+        out
+        == "up.**: warning[SW112] SW105 is allowed here but not found (help: remove the allowance)\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["plan", "check"])
@@ -253,9 +256,9 @@ ERRORS = {
     "factory's error": (("mlp.py:breaks", *MESH), "KeyError: 'config.width', at mlp.py:31"),
     "factory's argument": (("mlp.py:needs", *MESH), "the model's factory 'needs' needs the argument 'config': give a function of no arguments, such as lambda: Model(config, rngs=...)"),
     "factory's return": (("mlp.py:number", *MESH), "the model's factory returned a int: it must return an nnx.Module"),
-    "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis should be: write axes as data=2,model=4"),
-    "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: what fits 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1"),
-    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "strategy 'zero' is not known: use 'dp', 'fsdp', 'tensor' or several joined by +, such as 'fsdp+tensor'"),
+    "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis is expected: write axes as data=2,model=4"),
+    "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: these fit 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1"),
+    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"),
     "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "rules file no.toml cannot be read: No such file or directory"),
     "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "rules file not.toml is not TOML: Invalid value (at end of document)"),
     "unknown rules": (("mlp.py:make", *MESH, "--rules", "unknown.toml"), f"rules file unknown.toml has an unknown key 'stratgy': {FORM}"),
@@ -263,7 +266,7 @@ ERRORS = {
     "rule of a number": (("mlp.py:make", *MESH, "--rules", "number.toml"), f"rules file number.toml maps pattern '**' to 3: {SPEC}"),
     "rule without quotes": (("mlp.py:make", *MESH, "--rules", "nested.toml"), f"rules file nested.toml maps pattern 'up' to {{'kernel': 'P()'}}: {SPEC}"),
     "rule's spec": (("mlp.py:make", *MESH, "--rules", "spec.toml"), "'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
-    "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
+    "rule's pattern": (("mlp.py:make", *MESH, "--rules", "pattern.toml"), "'a..b' is not a path pattern: separate steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"),
     "logical": (("mlp.py:make", *MESH, "--rules", "axis.toml"), "[logical] mlp = 3 is not an axis: give an axis name, or a list of them"),
     "two strategies": (("mlp.py:make", *MESH, "--rules", "named.toml", "--strategy", "dp"), "--strategy dp conflicts with the rules file, which sets strategy = 'fsdp': give one of them"),
     "min-bytes": (("mlp.py:make", *MESH, "--strategy", "fsdp", "--min-bytes", "64kb"), f"--min-bytes '64kb' is not a number of bytes: {BYTES}"),
@@ -299,7 +302,7 @@ def test_the_help_of_a_finding_speaks_of_options(run):
     how = ("--mesh", "data=8", "--strategy", "fsdp", "--min-bytes", "64MiB")
     status, out, _ = run("check", "shardwise.examples.decoder:make", *how)
     assert status == 1
-    assert "help: --min-bytes 0 would leave 10.0 MiB on each; --allow 'SW105:**' or" in out
+    assert "help: --min-bytes 0 would leave 10.0 MiB on each device; --allow 'SW105:**' or" in out
     status, out, _ = run("check", "shardwise.examples.decoder:make", *how, "--allow", "SW105:**")
     assert (status, out) == (0, "no findings, 54 allowed\n")
     status, out, _ = run(
@@ -343,7 +346,7 @@ def test_a_method_is_traced_instead_of_the_call(run):
     status, out, _ = run(*arguments, "--method", "half", "--format", "json")
     assert status == 0
     reasons = {leaf["path"]: leaf["reason"] for leaf in json.loads(out)["leaves"]}
-    assert "its outputs leave the model split; no all-reduce" in reasons["up.kernel"]
+    assert "the outputs of the model are split; no all-reduce" in reasons["up.kernel"]
     for wrong, message in (
         (("--method", "halve"), "the model, a Mlp, has no method 'halve'; it has half"),
         (("--inputs", "float32[8,15]", "--method", "half"), "Mlp.half cannot be traced: "),

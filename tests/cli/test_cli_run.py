@@ -85,7 +85,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
         "  help: resume with the optimizer that it was trained with; or restore with that one, and "
         "start another run from its model\n"
         "error[SW402] extra-in-checkpoint: optimizer.0.mu.**\n"
-        "  2 arrays, first optimizer.0.mu.bias: the checkpoint has float32["
+        "  2 arrays, the first optimizer.0.mu.bias: the checkpoint has float32["
     )
     assert out.count("error[SW402] extra-in-checkpoint") == 3 and "5 errors, 0 warnings" in out
     rows = json.loads(run(*preflight, "small.py:plain", "--format", "json")[1])["findings"]
@@ -96,7 +96,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     status, out, err = run("train", "small.py:plain", *train[2:], "--steps", "8", "--resume")
     assert status == 2 and err.splitlines()[-1].startswith(
         "shardwise: 5 findings: optimizer.0.count: SW402 the checkpoint has int32[], the recipe has "
-        "no such array; optimizer.0.mu.** (2 arrays, first optimizer.0.mu.bias): SW402 "
+        "no such array; optimizer.0.mu.** (2 arrays, the first optimizer.0.mu.bias): SW402 "
     )
     assert err.endswith(
         " (help: resume with the optimizer that it was trained with; or restore with that one, and "
@@ -185,6 +185,7 @@ def test_what_cannot_run_is_one_sentence(run, folder, case):
         assert err == f"shardwise: {message.format(folder=folder)}\n"
 
 
+@pytest.mark.once
 def test_launch_returns_the_status_of_its_processes():
     code = "import os, sys; print(os.environ['SHARDWISE_PROCESS']); sys.exit(3)"
     command = [sys.executable, "-m", "shardwise", "launch", "-n", "1", "--", sys.executable]
@@ -192,6 +193,7 @@ def test_launch_returns_the_status_of_its_processes():
     assert (done.returncode, done.stdout) == (3, "[0] 0\n")
 
 
+@pytest.mark.once
 def test_the_example_of_launch_s_help_runs(run, folder):
     (line,) = pages.help_examples(run("launch", "--help")[1])
     np.save(folder / "tokens.npy", np.arange(2000, dtype="uint16") % 64)
@@ -202,6 +204,7 @@ def test_the_example_of_launch_s_help_runs(run, folder):
     assert done.returncode == 0 and "step 2/2" in done.stdout + done.stderr, done.stderr
 
 
+@pytest.mark.once
 def test_demo_shows_a_whole_run(run):
     (line,) = pages.help_examples(run("demo", "--help")[1])
     status, out, err = run(*shlex.split(line)[1:], "--checkpoints", "runs/demo")

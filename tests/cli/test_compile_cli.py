@@ -247,7 +247,8 @@ def test_models(run):
 def test_doctor(run):
     status, out, err = run("doctor")
     assert (status or 0, err) == (0, "")
-    versions, devices, tpu, gpu, cudnn = out.splitlines()
+    versions, tested, devices, tpu, gpu, cudnn = out.splitlines()
+    assert re.fullmatch(r"tested with jax .*, flax .*, .*: those here are among them", tested)
     assert re.match(r"Python 3\.\d+\.\d+, shardwise \S+, jax \S+, jaxlib ", versions)
     assert devices == "devices here: 1 x cpu"
     assert re.fullmatch(r"TPU compiler \(v4, .*\): yes, libtpu \S+", tpu)
@@ -260,17 +261,17 @@ def test_doctor(run):
     [
         (
             (*STEP, "--on", "h300:1x4"),
-            r"--on h300:1x4 names no chip that is known \(near ones: h\d00, h\d00\): use here \(the ",
+            r"--on h300:1x4 does not name a known chip \(did you mean h\d00 or h\d00\?\): use here \(the ",
         ),
         ((*STEP, "--on", "h100"), "--on h100 does not say how many chips: .*such as 'h100:8x8'"),
         ((*STEP, "--on", "v5e:2x2x2"), "--on v5e:2x2x2 has 3 sizes, .* v5e has 2"),
         (
             ("compile", "small.py:recipe", "--mesh", "data=3", "--batch", "9", "--on", "v5e:1x3"),
-            "--on v5e:1x3 is not a slice of v5e that exists: nearest are 'v5e:1x1', 'v5e:2x2', 'v5e:2x4'",
+            "--on v5e:1x3 is not a slice that v5e comes in: the nearest are 'v5e:1x1', 'v5e:2x2', 'v5e:2x4'",
         ),
         (
             ("compile", "small.py:recipe", "--mesh", "data=8", *TPU),
-            "mesh data=8 needs 8 devices, but --on v5e:2x2 has 4: what fits 4: data=4",
+            "mesh data=8 needs 8 devices, but --on v5e:2x2 has 4: these fit 4: data=4",
         ),
         (
             ("compile", "qwen3-0.5b", *FSDP, *GPU),

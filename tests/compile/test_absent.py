@@ -25,11 +25,12 @@ from test_compile import (
 )
 
 import shardwise as sw
-from shardwise import _chips, _compilers
+from shardwise._chips import chips
 from shardwise._chips.chips import CHIPS, parse_chips
 from shardwise._compile.hlo.buffers import largest_buffers
 from shardwise._compile.hlo.flops import work_of
 from shardwise._compile.hlo.program import parse_hlo
+from shardwise._compile.toolchain import installed
 from shardwise._compile.toolchain.gpu import target_config
 from shardwise._compile.toolchain.run import absent_mesh, compile_absent
 from shardwise._compile.toolchain.worker import known_fields
@@ -301,26 +302,26 @@ def test_kernels_that_cannot_be_counted_are_named(on, name):
 )
 def test_an_impossible_topology(on, axes, told, monkeypatch):
     """`sw.mesh` refuses those that are known; of others the compiler's own words are told."""
-    monkeypatch.setattr(_chips, "_require_topology", lambda *_: None)
+    monkeypatch.setattr(chips, "_require_topology", lambda *_: None)
     batch = 105 * 8 if "105" in axes else 512
     with pytest.raises(sw.CompileError, match=re.escape(told)):
         sw.compile(recipe(batch=batch), layout_of(axes, "dp", on=on))
 
 
 def test_a_compiler_that_is_not_installed(monkeypatch):
-    real = _compilers._version
+    real = installed._version
     planned = layout_of("data=4", "dp", on="v5e:2x2")
-    monkeypatch.setattr(_compilers, "_version", lambda n: None if n == "libtpu" else real(n))
+    monkeypatch.setattr(installed, "_version", lambda n: None if n == "libtpu" else real(n))
     with pytest.raises(ValueError, match=r'not installed: pip install "shardwise\[tpu\]"$'):
         sw.compile(recipe(), planned)
-    monkeypatch.setattr(_compilers, "_version", lambda n: "0.0.1" if n == "libtpu" else real(n))
+    monkeypatch.setattr(installed, "_version", lambda n: "0.0.1" if n == "libtpu" else real(n))
     with pytest.raises(ValueError, match=r'but 0\.0\.1 is installed: pip install "jax\[tpu\]==\d'):
         sw.compile(recipe(), planned)
     planned = layout_of("data=4", "dp", on="h100:1x4")
-    monkeypatch.setattr(_compilers, "_version", lambda n: None if "cuda" in n else real(n))
+    monkeypatch.setattr(installed, "_version", lambda n: None if "cuda" in n else real(n))
     with pytest.raises(ValueError, match=r'not installed: pip install "shardwise\[gpu\]"$'):
         sw.compile(recipe(), planned)
-    monkeypatch.setattr(_compilers, "_version", lambda n: "0.1" if "pjrt" in n else real(n))
+    monkeypatch.setattr(installed, "_version", lambda n: "0.1" if "pjrt" in n else real(n))
     with pytest.raises(ValueError, match=r"jax-cuda13-pjrt of jaxlib's version .* but it is 0\.1"):
         sw.compile(recipe(), planned)
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 from jax._src.interpreters import mlir
 
-from shardwise import _compile_cache, _compiler
+from shardwise._compile.toolchain import cache
+from shardwise._compile.toolchain import run as toolchain
 from shardwise._compile.toolchain.cache import cache_folder, read_entry, write_entry
 
 KEY = "0123456789abcdef" * 2
@@ -24,7 +25,7 @@ FIELDS = {"hlo": "HloModule x" * 100, "stats": {"a": 1}}
 def compile_small(show=False):
     lowered = jax.jit(lambda x: jnp.sin(x) @ x).lower(jax.ShapeDtypeStruct((8, 8), "float32"))
     module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    return _compiler.compile_absent(module, None, {"data": 1}, {}, lowered.as_text(), show=show)
+    return toolchain.compile_absent(module, None, {"data": 1}, {}, lowered.as_text(), show=show)
 
 
 def _emptied(path):
@@ -100,6 +101,100 @@ def test_an_entry_without_a_program_is_no_program(tmp_path, monkeypatch):
     assert not again.cached and again.hlo and made.hlo
 
 
+def _sealed(place, packed):
+    """Writes an entry whose header is right, whatever it holds."""
+    header = json.dumps(cache._header(place.name, packed)).encode()
+    place.write_bytes(header + b"\n" + packed)
+
+
+def _packed(value):
+    return gzip.compress(json.dumps(value).encode())
+
+
+# Each has a header that vouches for it: as another version, or a bug of this one, would write it.
+WRONG = {
+    "no gzip": lambda fields: b"text",
+    "a broken stream": lambda fields: _packed(fields)[:10] + b"\xff" * 50,
+    "half of a stream": lambda fields: _packed(fields)[:-40],
+    "no JSON": lambda fields: gzip.compress(b"{"),
+    "no UTF-8": lambda fields: gzip.compress(b'"\xff\xfe"'),
+    "too deep": lambda fields: gzip.compress(b"[" * 100_000),
+    "a list": lambda fields: _packed([1]),
+    "null": lambda fields: _packed(None),
+    "a field too few": lambda fields: _packed({k: v for k, v in fields.items() if k != "noise"}),
+    "a field too many": lambda fields: _packed({**fields, "cached": True}),
+    "a program that is no text": lambda fields: _packed({**fields, "hlo": 5}),
+    "statistics in a list": lambda fields: _packed({**fields, "stats": [1]}),
+    "statistics that are no numbers": lambda fields: _packed({**fields, "stats": {"a": "1"}}),
+    "seconds that are none": lambda fields: _packed({**fields, "seconds": None}),
+    "buffers that are none": lambda fields: _packed({**fields, "alive": [["a", "b"]]}),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHARDWISE_CACHE", str(folder))
+        compile_small()
+    (entry,) = folder.iterdir()
+    return entry.name, read_entry(folder, entry.name)
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG.keys())
+def test_an_entry_of_another_version_is_a_miss(tmp_path, monkeypatch, compiled_once, make):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    key, fields = compiled_once
+    _sealed(tmp_path / key, _packed(fields))
+    assert toolchain._kept(key) is not None
+    _sealed(tmp_path / key, make(fields))
+    assert toolchain._kept(key) is None
+
+
+def test_any_flipped_or_missing_byte_is_a_miss(tmp_path, compiled_once):
+    key, fields = compiled_once
+    write_entry(tmp_path, key, fields)
+    whole = (tmp_path / key).read_bytes()
+    places = [*range(0, 200), *range(200, len(whole), max(1, len(whole) // 200))]
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        for content in (bytes(flipped), whole[:place]):
+            (tmp_path / key).write_bytes(content)
+            found = read_entry(tmp_path, key)
+            # A flip may turn a space of the header into another, which says the same.
+            assert found is None or found == fields, place
+
+
+@pytest.mark.parametrize("kind", ["folder", "link to nothing", "loop", "file for a folder"])
+def test_what_is_no_file_is_a_miss(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    place = tmp_path / KEY
+    if kind == "folder":
+        place.mkdir()
+    elif kind == "link to nothing":
+        place.symlink_to(tmp_path / "nothing")
+    elif kind == "loop":
+        place.symlink_to(place)
+    else:
+        monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "file"))
+        (tmp_path / "file").write_text("")
+    assert toolchain._kept(KEY) is None
+    if kind != "file for a folder":
+        assert write_entry(tmp_path, KEY, FIELDS) == "" and read_entry(tmp_path, KEY) == FIELDS
+
+
+def test_another_version_of_shardwise_compiles_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    compile_small()
+    version_of = toolchain.version_of
+    monkeypatch.setattr(
+        toolchain, "version_of", lambda name: "9.9" if name == "shardwise" else version_of(name)
+    )
+    assert not compile_small().cached
+    assert compile_small().cached and len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_cache_that_cannot_be_written_is_mentioned_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "file"))
@@ -165,7 +260,7 @@ def test_two_processes_keep_the_same_entry_at_once(tmp_path):
 
 
 def test_the_entries_used_longest_ago_and_what_was_left_behind_go(tmp_path, monkeypatch):
-    monkeypatch.setattr(_compile_cache, "_MOST", 3)
+    monkeypatch.setattr(cache, "_MOST", 3)
     keys = [f"{i:032x}" for i in range(5)]
     long_ago = time.time() - 10 * 86_400
     for i, key in enumerate(keys):

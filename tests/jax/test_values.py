@@ -1,4 +1,4 @@
-"""Values in sentences: short, and shapes instead of contents."""
+"""Values in messages: short, and with shapes instead of contents."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ def make():
     return models.Mlp(16, 32, nnx.Rngs(0))
 
 
-# What may be given an array, or many, by mistake.
+# Arguments that may be an array, or many arrays, by mistake.
 REFUSED = {
     "a rule": lambda: sw.layout(make, MESH, {"**": BIG}),
     "a rule's answer": lambda: sw.layout(make, MESH, lambda leaf: BIG),
@@ -64,6 +64,6 @@ REFUSED = {
 def test_an_error_never_prints_an_array(case):
     with pytest.raises(ValueError) as caught:
         REFUSED[case]()
-    told = str(caught.value)
-    assert len(told) < 700
-    assert "0." not in told and "\n" not in told
+    message = str(caught.value)
+    assert len(message) < 700
+    assert "0." not in message and "\n" not in message

@@ -82,7 +82,7 @@ KINDS = {
 }
 
 
-def test_every_variable_is_a_leaf_and_tied_ones_are_one():
+def test_every_variable_is_a_leaf_and_tied_variables_share_one():
     layout = lay(Everything)
     wanted = {path: kind for kind, paths in KINDS.items() for path in paths.split()}
     assert {leaf.path: leaf.kind for leaf in layout.leaves} == wanted
@@ -110,7 +110,7 @@ ZOO = {
 
 
 @pytest.mark.parametrize("case", ZOO)
-def test_factory_live_and_abstract_model_lay_out_alike_and_make_no_array(case):
+def test_a_factory_a_live_and_an_abstract_model_give_the_same_layout_and_create_no_array(case):
     make, inputs = ZOO[case]
     with nnx.use_eager_sharding(False):
         model, shapes = make(), nnx.eval_shape(make)
@@ -128,14 +128,14 @@ def test_factory_live_and_abstract_model_lay_out_alike_and_make_no_array(case):
         assert jax.tree.structure(tree) == jax.tree.structure(state)
 
 
-def test_bytes_per_device_are_those_of_live_arrays():
+def test_bytes_per_device_match_live_arrays():
     mesh = sw.mesh("data=2,model=4", on="cpu:8", explicit=("data",))
     layout = sw.layout(Everything, mesh, [{"norm.*": ROW}, sw.fsdp("data", min_bytes=8)])
     arrays = jax.tree.leaves(nnx.state(sw.init(Everything, layout)))
-    held = dict.fromkeys(mesh.devices.flat, 0)
+    resident = dict.fromkeys(mesh.devices.flat, 0)
     for shard in (shard for array in arrays for shard in array.addressable_shards):
-        held[shard.device] += shard.data.nbytes
-    assert set(held.values()) == {layout.bytes_per_device}
+        resident[shard.device] += shard.data.nbytes
+    assert set(resident.values()) == {layout.bytes_per_device}
     assert layout.bytes_per_device < layout.total_bytes == sum(array.nbytes for array in arrays)
     for want, array in zip(jax.tree.leaves(layout.abstract), arrays, strict=True):  # flax#5110
         assert (want.shape, want.dtype, want.sharding) == (array.shape, array.dtype, array.sharding)
@@ -190,8 +190,8 @@ def test_stacked_dims_are_known_and_never_split(case):  # flax#5112
     entries = list(ranked["kernel"].spec) + [None]
     assert [entries.pop(dim) for dim in reversed(stacked)] == [None] * len(stacked)
     assert entries[:2] == ["data", "model"] and not sw.check(ranked)
-    told = f"by_rank: a leaf of 2 dims, and {len(stacked)} of stacked layers"
-    assert ranked["kernel"].reason == told
+    message = f"by_rank: a leaf of 2 dims, plus {len(stacked)} of stacked layers"
+    assert ranked["kernel"].reason == message
 
 
 def test_own_variables_in_a_stack_of_layers():
@@ -225,12 +225,12 @@ kernel  float32[8,16]  Param  on data=2,model=4
         """\
 kernel  float32[8,16]  Param  on data=2,model=4
   spec P('model', 'data')  shard [2,8]  64 B of 512 B on each device  copies 1
-  decided by patterns: path matches 'kernel'; then fsdp('data'): dim 1 (size 16) is the largest free dim that divides 2 ways
+  decided by patterns: path matches 'kernel'; then fsdp('data'): dim 1 (size 16) is the largest free dim divisible by 2
   considered, in order:
     patterns: P('model') - path matches 'kernel'
       'kernel' says P('model')
       '**.kernel' says P(None, 'model')
-    fsdp('data'): P('model', 'data') - dim 1 (size 16) is the largest free dim that divides 2 ways""",
+    fsdp('data'): P('model', 'data') - dim 1 (size 16) is the largest free dim divisible by 2""",
     ),
     "refused": (
         lambda: lay(lambda: linear(8, 6), [{"kernel": COLUMN}, sw.fsdp("data", min_bytes=0)]),
@@ -265,7 +265,7 @@ down.bias    float32[16]     P('data')             [8]                  32 B    
 down.kernel  float32[32,16]  P('model')            [8,16]              512 B       2
 up.bias      float32[32]     P('modle')            error SW101         128 B       -
 up.kernel    float32[16,32]  P(('data', 'model'))  [2,32]              256 B       1
-4 leaves on data=2,model=4: 928 B of 4.2 KiB on each of 8 devices (exact); 1 with errors, counted whole: see sw.check"""
+4 leaves on data=2,model=4: 928 B of 4.2 KiB on each of 8 devices (exact); 1 with errors, counted as replicated: see sw.check"""
     assert (str(wrong()), repr(wrong())) == (text, text)
 
 
@@ -283,8 +283,8 @@ def test_repeated_layers_are_folded():
 def test_an_unknown_path_names_the_nearest():
     with pytest.raises(KeyError) as caught:
         lay(mlp)["up.kernal"]
-    told = "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"
-    assert caught.value.args == (told,)
+    message = "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"
+    assert caught.value.args == (message,)
 
 
 # --- saved ----------------------------------------------------------------------------------------
@@ -322,8 +322,8 @@ def row(**changed):
 
 
 def lockfile(leaf, **changed):
-    whole = {"format": 1, "mesh": {"x": 2}, "axis_types": {"x": "Auto"}, "dead_patterns": []}
-    return json.dumps({**whole, "leaves": [leaf], **changed}).encode()
+    head = {"format": 1, "mesh": {"x": 2}, "axis_types": {"x": "Auto"}, "dead_patterns": []}
+    return json.dumps({**head, "leaves": [leaf], **changed}).encode()
 
 
 # fmt: off
@@ -336,7 +336,7 @@ BAD_LOCKFILES = {
     "no leaves": (b'{"format": 1, "mesh": {}, "dead_patterns": []}', "FILE is a damaged layout: KeyError 'leaves'"),
     "mesh": (lockfile(row(), mesh=[2]), "FILE is a damaged layout: AttributeError 'list' object has no attribute 'items'"),
     "spec": (lockfile(row(spec="Q()")), "FILE is a damaged layout: ValueError 'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
-    "dtype": (lockfile(row(dtype="key<?>")), "FILE is a damaged layout: ValueError dtype 'key<?>' is not known to this version of JAX"),
+    "dtype": (lockfile(row(dtype="key<?>")), "FILE is a damaged layout: ValueError this version of JAX does not know the dtype 'key<?>'"),
     "keys": (lockfile(row(keys=["v"])), "FILE is a damaged layout: ValueError path 'w' and keys ('v',) disagree"),
 }
 # fmt: on
@@ -353,7 +353,7 @@ def test_bad_lockfiles(tmp_path, case):
     assert str(caught.value) == message.replace("FILE", str(file))
 
 
-def test_what_cannot_be_written_leaves_nothing_behind():
+def test_a_failed_write_leaves_nothing_behind():
     with tempfile.TemporaryDirectory() as folder:
         for name, why in {"": "Is a directory", "/none/x": "No such file or directory"}.items():
             with pytest.raises(ValueError, match=f"cannot be written to {folder}{name}: {why}$"):
@@ -391,7 +391,7 @@ mesh data=2,model=4 -> data=4
         sw.diff(old, real.mesh)
 
 
-def test_a_layout_with_tuples_for_keys_is_read_back(tmp_path):
+def test_a_layout_with_tuples_as_keys_survives_a_round_trip(tmp_path):
     # `nnx.WeightNorm` keeps its scales in a dict by tuples, which JSON does not have.
     make = lambda: nnx.WeightNorm(  # noqa: E731
         nnx.Linear(64, 64, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)

@@ -1,4 +1,4 @@
-"""The optimizer's state: against optax's own state, live arrays and compiled updates."""
+"""The optimizer's state, compared with optax's own state, live arrays and compiled updates."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ MODELS = {
     "decoder": lambda: models.Transformer(nnx.Rngs(0), width=16, hidden=16, layers=1),
     # The same with a stacked dim in front, of a size that no other dim has.
     "scanned": lambda: models.Scanned(nnx.Rngs(0)),
-    # The stack is as long as heads and depth are: sizes tell nothing.
+    # The stack has the same size as heads and depth: sizes are ambiguous.
     "scanned-4": lambda: models.Scanned(nnx.Rngs(0), layers=4, hidden=16),
 }
 
@@ -85,7 +85,7 @@ def mesh():
 
 @functools.cache
 def planned(name):
-    """Returns a model's layout and its parameters, placed by it."""
+    """Returns a model's layout and its sharded parameters."""
     rules = [sw.tensor("model"), sw.fsdp("data", min_bytes=0)]
     layout = sw.layout(MODELS[name], mesh(), rules, inputs=TOKENS)
     assert not sw.check(layout).errors
@@ -119,7 +119,7 @@ def on_host(tree):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("model", ["decoder", "scanned"])
-def test_state_is_that_of_optax(model, transform):
+def test_state_matches_optax(model, transform):
     layout, params = planned(model)
     tx = TRANSFORMS[transform]
     opt = layout.for_optimizer(tx)
@@ -135,7 +135,7 @@ def test_state_is_that_of_optax(model, transform):
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("model", ["decoder", "scanned"])
-def test_state_lies_with_its_parameters(model, transform):
+def test_state_is_sharded_like_its_parameters(model, transform):
     """flax#5112: the moments of stacked layers keep the stacked dim, as live arrays do."""
     layout, params = planned(model)
     tx = TRANSFORMS[transform]
@@ -156,7 +156,7 @@ def test_state_lies_with_its_parameters(model, transform):
 
 
 def kept_dims(tx, params):
-    """Returns, for each dim of each array of the state, the parameter's dim that it is.
+    """Returns, for each dim of each array of the state, the matching dim of the parameter.
 
     Found by running the update: a dim of the state is that dim of that parameter along
     which the gradient must vary for the state to vary.
@@ -237,7 +237,7 @@ def test_sharded_update_equals_the_unsharded(model, transform):
 
 @pytest.mark.parametrize(("model", "transform"), UPDATED)
 def test_update_moves_no_parameter(model, transform):
-    """A part that lay along the wrong dim would have to be gathered or permuted."""
+    """An array that is split along the wrong dim would have to be gathered or permuted."""
     compiled, _ = run_updates(model, transform)
     kinds = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
     assert set(re.findall(kinds, compiled.as_text())) <= {"all-reduce"}
@@ -303,7 +303,7 @@ def test_lbfgs_memory_keeps_every_dim():
         assert as_tuples(leaf.spec, leaf.ndim) == [(), *as_tuples(owner.spec, owner.ndim)]
 
 
-def test_only_what_is_trained_has_a_state():
+def test_only_trained_variables_have_optimizer_state():
     def make():
         return nnx.LoRALinear(16, 32, lora_rank=4, rngs=nnx.Rngs(0))
 
@@ -328,7 +328,7 @@ def test_lockfile_of_a_state(tmp_path):
     assert not sw.audit(opt, state)
 
 
-def test_what_cannot_be_an_optimizer_is_refused(tmp_path):
+def test_a_value_that_is_not_an_optimizer_is_refused(tmp_path):
     layout, _ = planned("scanned")
     with pytest.raises(ValueError, match="not an optax transformation: it has no init"):
         layout.for_optimizer(1e-3)

@@ -1,4 +1,4 @@
-"""Rules that hold for all inputs: our arithmetic against JAX's own verdicts and arrays."""
+"""Properties that hold for all inputs: our arithmetic against JAX's own errors and arrays."""
 
 import ast
 import dataclasses
@@ -27,7 +27,7 @@ KEYS = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}
 
 
 def cases(count):
-    """Returns the settings of a property that is tried on the same `count` cases every time."""
+    """Returns the settings of a property that is tested on the same `count` cases every time."""
     return settings(max_examples=count, derandomize=True, deadline=None, database=None)
 
 
@@ -53,7 +53,7 @@ shapes = st.lists(sizes, max_size=4).map(tuple)
 
 @st.composite
 def wild_specs(draw, axes):
-    """Specs that may be wrong in every way."""
+    """Specs that may be wrong in any way."""
     axis = st.sampled_from([name for name, _ in axes] * 3 + list(UNKNOWN))
     entry = st.one_of(st.none(), axis, st.lists(axis, max_size=3).map(tuple))
     return P(*draw(st.lists(entry, max_size=5)))
@@ -114,7 +114,7 @@ def one_leaf(draw, dtypes=DTYPES):
 @example(((("x", 1),), (4, 4), "int8", P("x", "x")))
 @example(((("x", 2), ("data", 2)), (4,), "int8", P((), None)))
 def test_sound_exactly_when_jax_places_it(case):
-    """jax#26946, jax#27808: what JAX refuses is found before, and nothing else is."""
+    """jax#26946, jax#27808: we find what JAX rejects, and nothing else."""
     axes, shape, dtype, spec = case
     placed = place(zeros(shape, dtype), axes, spec)
     for mesh in (cpu_mesh(axes), bare_mesh(axes)):
@@ -130,13 +130,13 @@ def test_sound_exactly_when_jax_places_it(case):
 
 @cases(400)
 @given(one_leaf((*DTYPES * 4, *KEYS)))
-def test_shards_are_those_of_live_arrays(case):
+def test_shards_match_live_arrays(case):
     axes, shape, dtype, spec = case
     placed = place(zeros(shape, dtype), axes, spec)
     assume(placed is not None)
     holders = {}
     for shard in placed.addressable_shards:
-        # Of keys, JAX gives the index into their words, which have one dim more.
+        # For keys, JAX gives the index into the underlying words, which have one more dim.
         index = tuple(p.indices(size) for p, size in zip(shard.index, shape, strict=False))
         holders.setdefault(index, []).append(shard.device)
     for mesh in (cpu_mesh(axes), bare_mesh(axes)):
@@ -169,12 +169,12 @@ def test_bytes_per_device_are_the_sum_over_live_arrays(case):
     axes, arrays, rules = case
     placed = [place(zeros(*a), axes, s) for a, s in zip(arrays, rules.values(), strict=True)]
     assume(all(array is not None for array in placed))
-    held = dict.fromkeys(cpu_mesh(axes).devices.flat, 0)
+    resident = dict.fromkeys(cpu_mesh(axes).devices.flat, 0)
     for shard in (shard for array in placed for shard in array.addressable_shards):
-        held[shard.device] += shard.data.nbytes
+        resident[shard.device] += shard.data.nbytes
     for mesh in (cpu_mesh(axes), bare_mesh(axes)):
         layout = sw.layout(Holder(arrays), mesh, rules)
-        assert set(held.values()) == {layout.bytes_per_device}
+        assert set(resident.values()) == {layout.bytes_per_device}
         assert layout.total_bytes == sum(array.nbytes for array in placed)
         state = nnx.split(Holder(arrays))[1]
         live = jax.tree.unflatten(jax.tree.structure(state), placed)
@@ -182,7 +182,7 @@ def test_bytes_per_device_are_the_sum_over_live_arrays(case):
 
 
 def bare(leaf):
-    """Returns the leaf without what it need not remember: how it was decided."""
+    """Returns the leaf without what a lockfile does not keep: how its spec was decided."""
     return dataclasses.replace(leaf, trail=())
 
 
@@ -361,10 +361,10 @@ def test_every_spec_that_a_fault_suggests_is_accepted(case):
         better = re.search(r"(P\(.*\)) divides evenly", fault.help)
         if better:
             assert codes_of(shape, parse_spec(better[1]), sizes) == set(), fault
-        meant = re.search(r"did you mean '(\w+)'", fault.help)
-        if meant:
+        suggested = re.search(r"did you mean '(\w+)'", fault.help)
+        if suggested:
             wrong = re.search(r"axis '(\w+)' is not", fault.message)[1]
-            after = faults(shape, replaced(spec, {wrong: meant[1]}), sizes, frozenset(LOGICAL))
+            after = faults(shape, replaced(spec, {wrong: suggested[1]}), sizes, frozenset(LOGICAL))
             assert {f.code for f in after} <= before, fault
             assert not any(f.code == "SW101" and repr(wrong) in f.message for f in after)
     places = {}
@@ -376,7 +376,7 @@ def test_every_spec_that_a_fault_suggests_is_accepted(case):
 
 
 class Named(nnx.Module):
-    """Leaves that share the names of their dims."""
+    """Leaves whose dims share names."""
 
     def __init__(self, leaves):
         self.leaves = nnx.List(
@@ -399,7 +399,7 @@ def named_leaves(draw):
 
 @given(named_leaves())
 @cases(150)
-def test_what_is_suggested_for_names_suits_every_leaf(case):
+def test_suggested_axes_for_names_suit_every_leaf(case):
     sizes, leaves = case
     mesh = bare_mesh(tuple(sizes.items()))
     found = sw.check(sw.layout(lambda: Named(leaves), mesh))

@@ -51,7 +51,7 @@ def named():
 
 
 class Net(nnx.Module):
-    """Parts by name, and the function that calls them."""
+    """Modules by name, and the function that calls them."""
 
     def __init__(self, call, parts):
         self.call = call
@@ -77,22 +77,22 @@ ORDER = {
     "an opinion": (lambda leaf: sw.Opinion(ROW, "so"), ROW, "<lambda>: so"),
     "refined": ([{"*.*": ROW}, lambda leaf: sw.Opinion(P("data"), "so", refines=True)], P("data"), "patterns: path matches '*.*'; then <lambda>: so"),
     "by rank": (sw.by_rank({2: COLUMN, 1: ROW}), COLUMN, "by_rank: a leaf of 2 dims"),
-    "whole on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as asked"),
-    "fsdp": (sw.fsdp("data", min_bytes=2048), P(None, "data"), "fsdp('data'): dim 1 (size 32) is the largest free dim that divides 2 ways"),
-    "fsdp of two axes": (sw.fsdp("data", "model", min_bytes=0), P(None, ("data", "model")), "fsdp('data', 'model'): dim 1 (size 32) is the largest free dim that divides 8 ways"),
-    "fsdp of what is free": ([{"up.*": COLUMN}, sw.fsdp("data", min_bytes=0)], P("data", "model"), "patterns: path matches 'up.*'; then fsdp('data'): dim 0 (size 16) is the largest free dim that divides 2 ways"),
+    "replicated on purpose": ([{"**": ROW}, sw.replicate()], P(), "replicate: replicated on every device, as requested"),
+    "fsdp": (sw.fsdp("data", min_bytes=2048), P(None, "data"), "fsdp('data'): dim 1 (size 32) is the largest free dim divisible by 2"),
+    "fsdp of two axes": (sw.fsdp("data", "model", min_bytes=0), P(None, ("data", "model")), "fsdp('data', 'model'): dim 1 (size 32) is the largest free dim divisible by 8"),
+    "fsdp of what is free": ([{"up.*": COLUMN}, sw.fsdp("data", min_bytes=0)], P("data", "model"), "patterns: path matches 'up.*'; then fsdp('data'): dim 0 (size 16) is the largest free dim divisible by 2"),
 }
 NO_OPINION = {
     "small": (sw.fsdp("data", min_bytes=2049), "2,048 bytes are fewer than min_bytes=2,049"),
     "taken": ([{"**": P("data")}, sw.fsdp("data", "model", min_bytes=0)], "an earlier rule already uses axis 'data'"),
-    "indivisible": (sw.fsdp("seq", min_bytes=0), "no free dim of (16, 32) divides 3 ways"),
+    "indivisible": (sw.fsdp("seq", min_bytes=0), "no free dim of (16, 32) is divisible by 3"),
     "faulty": ([{"**.kernel": P("modle")}, sw.fsdp("data", min_bytes=0)], "an earlier rule's spec does not fit the leaf"),
 }
 
 FORM = "give a dict of path patterns, a function of a leaf, a strategy such as sw.fsdp('data') or its name, or a list of these"
-STEPS = "is not a path pattern: write steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
+STEPS = "is not a path pattern: separate steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
 SPEC = "a rule gives a PartitionSpec, or None for no opinion"
-KNOWN = "is not known: use 'dp', 'fsdp', 'tensor' or several joined by +, such as 'fsdp+tensor'"
+KNOWN = "use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"
 TO = "is not an axis: give an axis name, a tuple of them, or None"
 REFUSED = {
     "model": (lambda: lay(3), "the model is 3, a int: give an nnx.Module, or a function of no arguments that returns one"),
@@ -106,20 +106,20 @@ REFUSED = {
     "pattern's type": (lambda: lay(mlp, {3: ROW}), f"3 {STEPS}"),
     "pattern's spec": (lambda: lay(mlp, {"**": "model"}), f"pattern '**' gave 'model', which is a str: {SPEC}"),
     "function": (lambda: lay(mlp, lambda leaf: ("model",)), f"rule '<lambda>' at 'down.bias' gave ('model',), which is a tuple: {SPEC}"),
-    "entry": (lambda: lay(mlp, lambda leaf: P(3)), "rule '<lambda>' at 'down.bias' gave P(3), whose entry 3 is neither None, an axis name, nor a tuple of axis names"),
+    "entry": (lambda: lay(mlp, lambda leaf: P(3)), "rule '<lambda>' at 'down.bias' gave P(3), whose entry 3 is not None, an axis name, or a tuple of axis names"),
     "by_rank": (lambda: sw.by_rank([P()]), "by_rank takes {rank: spec}, got a list"),
-    "by_rank's rank": (lambda: sw.by_rank({"2": P()}), "by_rank has the rank '2': ranks are numbers of dims, 0 and up"),
+    "by_rank's rank": (lambda: sw.by_rank({"2": P()}), "by_rank has the rank '2': a rank must be a non-negative integer"),
     "by_rank's spec": (lambda: sw.by_rank({2: "model"}), f"by_rank({{2: ...}}) gave 'model', which is a str: {SPEC}"),
-    "fsdp of nothing": (lambda: sw.fsdp(), "fsdp() needs one or more different axis names"),
-    "fsdp twice": (lambda: sw.fsdp("a", "a"), "fsdp('a', 'a') needs one or more different axis names"),
+    "fsdp of nothing": (lambda: sw.fsdp(), "fsdp() needs one or more distinct axis names"),
+    "fsdp twice": (lambda: sw.fsdp("a", "a"), "fsdp('a', 'a') needs one or more distinct axis names"),
     "fsdp's min_bytes": (lambda: sw.fsdp("data", min_bytes=-1), "fsdp has min_bytes=-1: it must be a non-negative integer"),
-    "fsdp's axis": (lambda: lay(mlp, sw.fsdp("fsdp")), "fsdp is over axis 'fsdp', which the mesh does not have: its axes are data=2, model=4"),
-    "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor is over axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
+    "fsdp's axis": (lambda: lay(mlp, sw.fsdp("fsdp")), "fsdp uses axis 'fsdp', which the mesh does not have: its axes are data=2, model=4"),
+    "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor uses axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
     "tensor of two": (lambda: sw.tensor(("data", "model")), "tensor(('data', 'model')) needs the name of one axis"),
-    "unknown": (lambda: lay(mlp, "fsdp+zero"), f"strategy 'fsdp+zero' {KNOWN}"),
-    "empty": (lambda: lay(mlp, ""), f"strategy '' {KNOWN}"),
-    "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and dp or fsdp"),
-    "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and dp or fsdp"),
+    "unknown": (lambda: lay(mlp, "fsdp+zero"), f"unknown strategy 'fsdp+zero': {KNOWN}"),
+    "empty": (lambda: lay(mlp, ""), f"unknown strategy '': {KNOWN}"),
+    "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and either dp or fsdp"),
+    "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and either dp or fsdp"),
     "no axis for fsdp": (lambda: lay(mlp, "fsdp", "x=2"), "strategy 'fsdp' needs an axis named 'fsdp' or 'data', but the mesh has x=2: rename one, or use sw.fsdp(axis)"),
     "no axis for tensor": (lambda: lay(mlp, "tensor", "x=2"), "strategy 'tensor' needs an axis named 'tensor' or 'tp' or 'model', but the mesh has x=2: rename one, or use sw.tensor(axis)"),
     "logical": (lambda: lay(named, logical={"mlp": 3}), f"logical={{'mlp': 3}} {TO}"),
@@ -140,14 +140,14 @@ def test_rules_in_order(case):
 
 
 @pytest.mark.parametrize("case", NO_OPINION)
-def test_fsdp_leaves_a_leaf_as_it_is(case):
+def test_fsdp_leaves_a_leaf_unsplit(case):
     rules, reason = NO_OPINION[case]
     leaf = lay(mlp, rules, "data=2,model=4,seq=3")["up.kernel"]
     assert (leaf.trail[-1].spec, leaf.trail[-1].reason) == (None, reason)
 
 
 class Gpt(nnx.Module):
-    """Many leaves of less than 1 MiB, as small models have them."""
+    """Many leaves under 1 MiB, as in small models."""
 
     def __init__(self, layers=8, width=256, vocab=512):
         self.embed = nnx.Embed(vocab, width, rngs=rngs())
@@ -164,19 +164,21 @@ def test_fsdp_splits_a_small_model_of_small_leaves():
     size = sum(leaf.bytes for leaf in left)
     assert str(layout).endswith(f"; not split: 24 small leaves ({size / 1024:.1f} KiB)")
     assert layout["blocks.3.up.bias"].reason == (
-        f"strategy 'fsdp': fsdp('data'): one of 24 small leaves, {size / 1024:.1f} KiB in all "
+        f"strategy 'fsdp': fsdp('data'): one of 24 small leaves, {size / 1024:.1f} KiB in total "
         f"({size / layout.total_bytes:.1%} of the model): not split, since gathering each would "
         f"cost more than it saves; min_bytes=0 splits them"
     )
 
 
-# What fsdp leaves by itself: layers, width, mesh. On more devices less is left.
+# What fsdp leaves unsplit by default: layers, width, mesh. On more devices less is left.
 SIZES = [(1, 32), (8, 256), (24, 64), (40, 8), (3, 1000)]
 
 
 @pytest.mark.parametrize("axes", ["data=2", "data=8", "data=64", "data=8,model=4", "data=1"])
 @pytest.mark.parametrize("layers, width", SIZES)
-def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, width, axes):
+def test_fsdp_leaves_only_a_small_share_of_the_model_and_of_each_device_unsplit(
+    layers, width, axes
+):
     def make():
         return Gpt(layers, width)
 
@@ -188,7 +190,7 @@ def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, widt
     assert all(leaf.shard_bytes < 2**20 for leaf in left)
     assert size < 0.01 * before.bytes_per_device or not left
     assert after.bytes_per_device <= 1.1 * split.bytes_per_device
-    # Never one of two that were alike before, and never a larger one than one that was split.
+    # Never one of two equal leaves, and never a leaf that is larger than one that is split.
     was = {leaf.path: leaf.shard_bytes for leaf in before.leaves}
     cut = [leaf for leaf in after.leaves if leaf.gathered]
     assert max((was[leaf.path] for leaf in left), default=0) < min(was[x.path] for x in cut)
@@ -197,7 +199,7 @@ def test_what_fsdp_leaves_is_little_of_the_model_and_of_each_device(layers, widt
 
 
 def test_fsdp_counts_what_earlier_rules_left_on_each_device():
-    # Split four ways by a rule, the kernels are the smallest; by themselves they were the largest.
+    # Split four ways by a rule, the kernels are the smallest leaves; unsplit they are the largest.
     parts = {"big": linear(64, 64, use_bias=False), "small": linear(40, 40, use_bias=False)}
     parts |= {"huge": linear(1024, 1024, use_bias=False)}
     left = lay(net(**parts), [{"big.kernel": SIXTEEN}, sw.fsdp("data")], "data=2,model=4,seq=4")
@@ -207,17 +209,17 @@ def test_fsdp_counts_what_earlier_rules_left_on_each_device():
     assert left["small.kernel"].reason.startswith("fsdp('data'): one of 2 small leaves, 7.2 KiB")
 
 
-def test_what_does_not_divide_is_told_and_not_counted_as_small():
+def test_indivisible_leaves_are_reported_and_not_counted_as_small():
     make = net(odd=linear(7, 9), drop=lambda: nnx.Dropout(0.1, rngs=rngs()), even=linear(64, 64))
     layout = lay(make, sw.fsdp("data"), "data=8")
     why = {leaf.path: (leaf.left, leaf.reason) for leaf in layout.leaves if leaf.ndim != 2}
-    assert why["odd.bias"] == ("indivisible", "fsdp('data'): no free dim of (9,) divides 8 ways")
+    assert why["odd.bias"] == ("indivisible", "fsdp('data'): no free dim of (9,) is divisible by 8")
     assert why["drop.rngs.count"] == ("indivisible", "fsdp('data'): a scalar")
     assert layout["even.kernel"].spec == P("data")
     assert "; not split: 4 indivisible leaves (" in str(layout)
 
 
-def test_a_saved_layout_and_an_optimizer_know_what_was_left(tmp_path):
+def test_a_saved_layout_and_an_optimizer_layout_keep_what_was_left_unsplit(tmp_path):
     layout = lay(Gpt, "fsdp", "data=8")
     layout.save(tmp_path / "layout.json")
     assert str(sw.load_layout(tmp_path / "layout.json")) == str(layout)
@@ -236,7 +238,7 @@ def test_refused(case):
 def test_a_rule_that_raises_says_where():
     with pytest.raises(ZeroDivisionError) as caught:
         lay(mlp, lambda leaf: 1 / 0)
-    assert "while the rule '<lambda>' looked at the leaf 'down.bias'" in caught.value.__notes__
+    assert "raised by the rule '<lambda>' for the leaf 'down.bias'" in caught.value.__notes__
 
 
 @pytest.mark.parametrize(
@@ -301,18 +303,18 @@ def table(*shape):
 UP_DOWN = {"up": linear(16, 32), "down": linear(32, 16)}
 INPUT = "it is a dim of the inputs"
 NORM = "it is reduced over, as a norm or a softmax does"
-STREAM = "it is summed over and made again: the residual stream, or a layer used twice"
+STREAM = "it is contracted and produced again: the residual stream, or a layer used twice"
 # fmt: off
 # factory, inputs, and the reasons why leaves are left alone
 LEFT_ALONE = {
-    "fused qkv": (net(attend, qkv=linear(16, 48), out=linear(16, 16)), X, {"qkv.kernel": f"dim 0: {INPUT}; dim 1: it is cut into parts", "qkv.bias": "dim 0: it is cut into parts"}),
-    "6 heads": (lambda: nnx.MultiHeadAttention(6, 12, decode=False, rngs=rngs()), jax.ShapeDtypeStruct((2, 5, 12), "float32"), {"value.kernel": f"dim 0: {INPUT}; dim 1: its size 6 cannot be split 4 ways; dim 2: its size 2 cannot be split 4 ways", "key.bias": "dim 0: its size 6 cannot be split 4 ways; dim 1: it is summed over between two activations"}),
+    "fused qkv": (net(attend, qkv=linear(16, 48), out=linear(16, 16)), X, {"qkv.kernel": f"dim 0: {INPUT}; dim 1: it is split into parts", "qkv.bias": "dim 0: it is split into parts"}),
+    "6 heads": (lambda: nnx.MultiHeadAttention(6, 12, decode=False, rngs=rngs()), jax.ShapeDtypeStruct((2, 5, 12), "float32"), {"value.kernel": f"dim 0: {INPUT}; dim 1: its size 6 cannot be split 4 ways; dim 2: its size 2 cannot be split 4 ways", "key.bias": "dim 0: its size 6 cannot be split 4 ways; dim 1: it is contracted between two activations"}),
     "30 wide": (lambda: models.Mlp(16, 30, rngs()), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: its size 30 cannot be split 4 ways"}),
     "residual of inputs": (net(lambda m, x: x + m.layer(x), layer=linear(16, 16)), X, {"layer.kernel": f"dim 0: {STREAM}; dim 1: {STREAM}"}),
     "residual stream": (net(lambda m, x: m.head((h := m.embed(x)) + m.layer(h)), embed=lambda: nnx.Embed(64, 16, rngs=rngs()), layer=linear(16, 16), head=linear(16, 64)), TOKENS, {"layer.kernel": f"dim 0: {STREAM}; dim 1: {STREAM}", "layer.bias": f"dim 0: {STREAM}"}),
     "norm over the hidden width": (net(lambda m, x: m.down(m.norm(m.up(x))), norm=lambda: nnx.LayerNorm(32, rngs=rngs()), **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: {NORM}", "up.bias": f"dim 0: {NORM}", "norm.scale": f"dim 0: {NORM}"}),
     "grouped": (net(lambda m, x: m.deep(m.up(x)), up=conv(8, 16), deep=conv(16, 16, feature_group_count=4)), jax.ShapeDtypeStruct((2, 9, 8), "float32"), {"up.kernel": f"dim 0: a convolution slides along it; dim 1: {INPUT}; dim 2: a convolution mixes it within groups", "deep.kernel": "dim 0: a convolution slides along it; dim 1: a convolution mixes it within groups; dim 2: a convolution mixes it within groups"}),
-    "a product of leaves": (net(lambda m, x: x + x @ (m.a @ m.b), a=table(16, 8), b=table(8, 16)), X, {"a": f"dim 0: {STREAM}; dim 1: it is summed over between two leaves", "b": f"dim 0: it is summed over between two leaves; dim 1: {STREAM}"}),
+    "a product of leaves": (net(lambda m, x: x + x @ (m.a @ m.b), a=table(16, 8), b=table(8, 16)), X, {"a": f"dim 0: {STREAM}; dim 1: it is contracted between two leaves", "b": f"dim 0: it is contracted between two leaves; dim 1: {STREAM}"}),
     "a transform": (net(lambda m, x: m.down(jnp.fft.fft(m.up(x)).real), **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: it goes through 'fft'"}),
     "interleaved heads": (net(interleave, **UP_DOWN), X, {"up.kernel": f"dim 0: {INPUT}; dim 1: it is not the outermost factor of dim 0 of down.kernel", "up.bias": "dim 0: it is not the outermost factor of dim 0 of down.kernel"}),
 }
@@ -324,8 +326,8 @@ def test_tensor_leaves_alone(case):
     make, inputs, reasons = LEFT_ALONE[case]
     layout = lay(make, "tensor", inputs=inputs)
     assert {path: layout[path].spec for path in reasons} == dict.fromkeys(reasons, P())
-    told = {path: layout[path].trail[-1].reason for path in reasons}
-    assert told == {path: f"left alone; {why}" for path, why in reasons.items()}
+    reasons_found = {path: layout[path].trail[-1].reason for path in reasons}
+    assert reasons_found == {path: f"left alone; {why}" for path, why in reasons.items()}
 
 
 @pytest.mark.parametrize("cell", [nnx.LSTMCell, nnx.GRUCell, nnx.OptimizedLSTMCell])
@@ -427,10 +429,10 @@ def test_tensor_finds_pairs(case):
     layout = sw.layout(make, mesh, "tensor", inputs=inputs)
     assert {path: layout[path].spec for path in wanted} == wanted
     assert not sw.check(layout)
-    x, whole = arguments(inputs, mesh)
-    np.testing.assert_allclose(sw.init(make, layout)(whole), make()(x), rtol=2e-4, atol=2e-5)
+    x, placed = arguments(inputs, mesh)
+    np.testing.assert_allclose(sw.init(make, layout)(placed), make()(x), rtol=2e-4, atol=2e-5)
     if all_reduces is not None:
-        assert collectives(sw.init(make, layout), (whole,)) == {"all-reduce": all_reduces}
+        assert collectives(sw.init(make, layout), (placed,)) == {"all-reduce": all_reduces}
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "guessed"])
@@ -443,9 +445,9 @@ def test_tensor_then_fsdp(model, traced):
     assert not [e for leaf in layout.leaves for e in leaf.spec if isinstance(e, tuple)]
     kernels = [leaf for leaf in layout.leaves if leaf.path.endswith("kernel")]
     assert {frozenset(leaf.spec) - {None} for leaf in kernels} == {frozenset(("data", "model"))}
-    x, whole = arguments(TOKENS, mesh)
+    x, placed = arguments(TOKENS, mesh)
     sharded = sw.init(lambda: model(rngs()), layout)
-    np.testing.assert_allclose(sharded(whole), model(rngs())(x), rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(sharded(placed), model(rngs())(x), rtol=2e-4, atol=2e-5)
 
 
 def chain(*parts):
@@ -453,7 +455,7 @@ def chain(*parts):
 
 
 # fmt: off
-# factory, specs of every leaf but the whole ones
+# factory, specs of every leaf that is split
 GUESSED = {
     "widths": (net(zeta=linear(16, 64), alpha=linear(64, 16), q=linear(16, 16)), {"zeta.kernel": COLUMN, "zeta.bias": ROW, "alpha.kernel": ROW}),
     "gated": (lambda: models.GatedMlp(16, 32, rngs()), {"gate.kernel": COLUMN, "up.kernel": COLUMN, "down.kernel": ROW}),
@@ -475,6 +477,6 @@ def test_tensor_guesses(case):
     make, wanted = GUESSED[case]
     layout = lay(make, "tensor")
     assert {path: spec for path, spec in specs(layout).items() if spec != P()} == wanted
-    told = "guessed from module types and widths (give layout inputs= to trace it)"
-    assert all(leaf.trail[-1].reason.endswith(told) for leaf in layout.leaves)
+    reason = "guessed from module types and widths (pass inputs= to layout to trace it)"
+    assert all(leaf.trail[-1].reason.endswith(reason) for leaf in layout.leaves)
     assert not sw.check(layout, allow=None if wanted else {"SW111": "model"})

@@ -29,12 +29,12 @@ def run(model, args):
 
 
 def collectives(model, args):
-    """Returns how often each collective stands in the compiled forward pass."""
+    """Returns how often each collective occurs in the compiled forward pass."""
     return run(model, args)[1]
 
 
 def count(compiled):
-    """Returns how often each collective stands in a compiled program."""
+    """Returns how often each collective occurs in a compiled program."""
     found = re.findall(
         r"= (?:\([^=]*?\)|\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(",
         compiled.as_text(),
@@ -88,7 +88,7 @@ CASES = {
         {"q.kernel": COLUMN, "k.kernel": COLUMN, "v.kernel": COLUMN, "o.kernel": ROW},
         1,
     ),
-    "fewer-kv-heads-than-devices": (  # two KV heads cannot be split four ways: they stay whole
+    "fewer-kv-heads-than-devices": (  # two KV heads cannot be split four ways: they stay replicated
         lambda: models.GroupedAttention(16, 8, 2, 4, rngs()),
         X,
         {"q.kernel": COLUMN, "k.kernel": P(), "v.kernel": P(), "o.kernel": ROW},
@@ -206,7 +206,7 @@ def resized(x):
     return jax.image.resize(x, (x.shape[0], 16, 16, x.shape[3]), "bilinear")
 
 
-# What may stand between two convolutions: whether channels can be split through it.
+# Operations between two convolutions, and whether channels can be split through them.
 BETWEEN = {
     "depthwise": (lambda h, r: conv(h, r, feature_group_count=h), True),
     "depthwise-strided": (lambda h, r: conv(h, r, feature_group_count=h, strides=(2, 2)), True),
@@ -224,7 +224,7 @@ BETWEEN = {
 
 
 @pytest.mark.parametrize("case", BETWEEN)
-def test_channels_through_what_keeps_them_apart(case):
+def test_channels_are_split_through_operations_that_keep_them_separate(case):
     between, splits = BETWEEN[case]
     make = lambda: models.Separable(rngs(), between)  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (2, 8, 8, 8))
@@ -251,21 +251,23 @@ def cache(kv_heads=4):
 
 
 @pytest.mark.parametrize("write", ["slice", "at", "vmap"])
-def test_heads_are_split_with_the_cache_that_comes_in(write):
+def test_heads_are_split_with_a_cache_among_the_inputs(write):
     make = lambda: models.CachedAttention(16, 8, 4, 8, rngs(), write=write)  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (2, 3, 16))
     mesh = sw.mesh("model=4", on="cpu:4")
     layout = sw.layout(make, mesh, sw.tensor("model"), inputs={"x": x, "cache": cache()})
     wanted = {"q": COLUMN, "k": COLUMN, "v": COLUMN, "o": ROW}
     assert {leaf.path: leaf.spec for leaf in layout.leaves} == wanted
-    told = "split the inputs that share it alike: cache['keys'] (dim 2), cache['values'] (dim 2)"
-    assert layout["q"].reason.endswith(told)
+    message = "split the inputs that share it the same way: cache['keys'] (dim 2), cache['values'] (dim 2)"
+    assert layout["q"].reason.endswith(message)
 
     model = sw.init(make, layout)
     heads = NamedSharding(mesh, P(None, None, "model"))
-    whole = NamedSharding(mesh, P())
-    placed = {"keys": heads, "values": heads, "index": whole}
-    (output, after), found = run(model, (jax.device_put(x, whole), jax.device_put(cache(), placed)))
+    replicated = NamedSharding(mesh, P())
+    placed = {"keys": heads, "values": heads, "index": replicated}
+    (output, after), found = run(
+        model, (jax.device_put(x, replicated), jax.device_put(cache(), placed))
+    )
     assert found == {"all-reduce": 1}
     assert after["keys"].sharding.is_equivalent_to(heads, 4)
     gathered = sw.shard(model, sw.layout(model, sw.mesh("model=1", on="cpu:1"), sw.replicate()))
@@ -296,7 +298,7 @@ def test_a_cache_that_cannot_be_split_keeps_its_heads():
 
 
 @pytest.mark.parametrize("spec", [P(), P(None, None, "model")], ids=["replicated", "split"])
-def test_keys_that_come_in_are_no_obstacle(spec):
+def test_keys_among_the_inputs_do_not_prevent_a_split(spec):
     make = lambda: models.CrossAttention(16, 8, 8, rngs())  # noqa: E731
     x = jax.random.normal(jax.random.key(1), (2, 3, 16))
     keys, values = jax.random.normal(jax.random.key(2), (2, 2, 5, 8, 8))
@@ -309,8 +311,8 @@ def test_keys_that_come_in_are_no_obstacle(spec):
     assert collectives(sw.init(make, layout), args) == {"all-reduce": 1}
 
 
-def test_the_dims_of_a_batch_stay():
-    # Features that come in, and a sequence that a table of positions is added to.
+def test_dims_of_the_batch_are_not_split():
+    # Input features, and a sequence to which a table of positions is added.
     class Positions(nnx.Module):
         def __init__(self, rngs):
             self.table = nnx.Param(jnp.zeros((8, 16)))
@@ -371,7 +373,7 @@ def test_a_recipe_is_traced_by_its_loss():
     wanted = BODY | {"head.kernel": COLUMN}
     assert {path: layout[path].spec for path in wanted} == wanted
     assert layout["head.kernel"].reason.endswith(
-        "no all-reduce, but of what the loss reduces along it"
+        "no all-reduce, except where the loss reduces along it"
     )
 
     graphdef, state = nnx.split(sw.init(body_and_head, layout))
@@ -392,18 +394,18 @@ def test_a_method_is_traced_by_its_name_or_as_a_function():
         assert {row.kind for row in compiled.collectives} == {"all-reduce"}
 
 
-def test_what_the_trace_never_meets_is_guessed():
+def test_leaves_that_the_trace_never_reaches_are_guessed():
     mesh = sw.mesh("model=4", on="none")
     layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS)
     wanted = BODY | {"head.kernel": COLUMN}
     assert {path: layout[path].spec for path in wanted} == wanted
     assert layout["head.kernel"].reason == (
-        "strategy 'tensor': tensor('model'): dim 1, a head onto a vocabulary of 64; "
+        "strategy 'tensor': tensor('model'): dim 1, an output head over a vocabulary of 64; "
         "guessed from module types and widths, since __call__ never uses it"
     )
     layout = sw.layout(body_and_head, mesh, "tensor", inputs=TOKENS, method="embed")
     assert layout["block.norm1.scale"].trail[-1].reason == (
-        "left alone: embed never uses it, and its module's type and widths do not tell its part"
+        "left alone: embed never uses it, and its role is not clear from its module's type and widths"
     )
 
 
@@ -414,7 +416,7 @@ def test_what_the_trace_never_meets_is_guessed():
             {"inputs": TOKENS, "method": "logit"},
             "the model, a BodyAndHead, has no method 'logit'; it has logits",
         ),
-        ({"method": "logits"}, "method='logits' needs inputs=: what it is called with"),
+        ({"method": "logits"}, "method='logits' needs inputs= to call it with"),
     ],
     ids=["unknown", "without inputs"],
 )
@@ -428,8 +430,8 @@ def test_a_model_that_names_axes_is_traced_on_explicit_axes():
     layout = sw.layout(make, sw.mesh("model=4", on="none", explicit=True), "tensor", inputs=X)
     assert (layout["up.kernel"].spec, layout["down.kernel"].spec) == (COLUMN, ROW)
     message = (
-        r"Resharded.__call__ names axes of the mesh itself, with out_sharding= or reshard at "
-        r"models.py:\d+, which needs axes of type Explicit: make the mesh with "
+        r"Resharded.__call__ itself names mesh axes, with out_sharding= or reshard at "
+        r"models.py:\d+, which needs Explicit axes: make the mesh with "
         r"sw.mesh\(..., explicit=True\)$"
     )
     with pytest.raises(ValueError, match=message):
@@ -443,9 +445,11 @@ def test_inputs_that_fail_are_shown_by_shape_after_the_cause():
     inputs = {"x": jnp.ones((2, 3, 15)), "cache": cache()}
     with pytest.raises(ValueError) as caught:
         sw.layout(make, sw.mesh("model=4", on="none"), "tensor", inputs=inputs)
-    told = str(caught.value)
-    assert told.startswith("CachedAttention.__call__ cannot be traced: ValueError: Size of label ")
-    assert told.endswith(
+    message = str(caught.value)
+    assert message.startswith(
+        "CachedAttention.__call__ cannot be traced: ValueError: Size of label "
+    )
+    assert message.endswith(
         "it was called with x=float32[2,3,15], cache={'keys': float32[2,8,4,8], "
         "'values': float32[2,8,4,8], 'index': int32[]}"
     )

@@ -1,7 +1,5 @@
 """`shardwise learn`: right solutions pass, wrong ones are told why, and bad files are refused."""
 
-import doctest
-import inspect
 import json
 import os
 import re
@@ -212,17 +210,6 @@ def test_pages_have_the_exercises_of_the_package():
         assert found == wanted
         index = (ROOT / "docs/learn/index.md").read_text(encoding="utf-8")
         assert os.path.basename(lesson.page) in index
-
-
-@pytest.mark.parametrize("name", [name for name in dir(learn) if not name.startswith("_")])
-def test_docstring_examples_run(name):
-    thing = getattr(learn, name)
-    if inspect.isfunction(thing):
-        assert ">>>" in thing.__doc__
-    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    for test in doctest.DocTestFinder().find(thing, name, globs={}):
-        runner.run(test)
-    assert runner.summarize(verbose=False).failed == 0
 
 
 def test_importing_shardwise_does_not_import_learn():

@@ -24,6 +24,7 @@ def test_there_are_pages():
         "from_fsdp2",
         "from_maxtext",
         "inference",
+        "layouts",
         "lora",
         "many_hosts",
         "report",

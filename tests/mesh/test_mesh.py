@@ -1,4 +1,4 @@
-"""Meshes by name, and what is said when they do not fit."""
+"""Meshes by name, and the errors for those that do not fit."""
 
 import math
 import subprocess
@@ -40,7 +40,7 @@ def test_meshes_of_devices(axes, on, sizes):
         ("data=8", "H100:8", 8),
     ],
 )
-def test_meshes_of_chips_that_are_not_here(axes, on, size):
+def test_meshes_of_absent_chips(axes, on, size):
     mesh = sw.mesh(axes, on)
     assert isinstance(mesh, AbstractMesh) and mesh.size == size
 
@@ -61,22 +61,22 @@ BAD = {
     "product": (
         ("data=3,model=4", None),
         {},
-        "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
+        "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: these fit 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
     ),
     "too few": (
         ("data=4", None),
         {},
-        "mesh data=4 needs 4 devices, but the cpu backend has 8: what fits 8: data=8; or on='cpu:4' for 4 of them",
+        "mesh data=4 needs 4 devices, but the cpu backend has 8: these fit 8: data=8; or on='cpu:4' for 4 of them",
     ),
     "inferred": (
         ("data=-1,model=3", "cpu:8"),
         {},
-        "mesh data=-1,model=3 needs a multiple of 3 devices, but on='cpu:8' has 8: what fits 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
+        "mesh data=-1,model=3 needs a multiple of 3 devices, but on='cpu:8' has 8: these fit 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
     ),
     "inferred without devices": (
         ("data=-1", "none"),
         {},
-        "data=-1 leaves a size to be inferred, but on='none' has no devices to count: give every size",
+        "data=-1 leaves a size to be inferred, but on='none' has no devices to infer it from: give every size",
     ),
     "two inferred": (
         ("data=-1,model=-1", None),
@@ -86,12 +86,12 @@ BAD = {
     "syntax": (
         ("data:2", None),
         {},
-        "mesh 'data:2' has 'data:2' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+        "mesh 'data:2' has 'data:2' where an axis is expected: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
     ),
     "empty": (
         ("", None),
         {},
-        "mesh '' has '' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+        "mesh '' has '' where an axis is expected: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
     ),
     "no axes": (
         ({}, None),
@@ -101,7 +101,7 @@ BAD = {
     "name": (
         ("2=data", None),
         {},
-        "mesh '2=data' has '2=data' where an axis should be: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+        "mesh '2=data' has '2=data' where an axis is expected: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
     ),
     "bad name": (
         ("a b=2", None),
@@ -111,17 +111,17 @@ BAD = {
     "duplicate": (
         ("data=2,data=4", None),
         {},
-        "mesh axis 'data' stands twice in 'data=2,data=4': give each axis once",
+        "mesh axis 'data' appears twice in 'data=2,data=4': give each axis once",
     ),
     "zero": (
         ("data=0", None),
         {},
-        "mesh axis 'data' has size 0: give a positive number, or -1 to infer it",
+        "mesh axis 'data' has size 0: give a positive integer, or -1 to infer it",
     ),
     "float": (
         ({"data": 2.0}, None),
         {},
-        "mesh axis 'data' has size 2.0: give a positive number, or -1 to infer it",
+        "mesh axis 'data' has size 2.0: give a positive integer, or -1 to infer it",
     ),
     "type": (
         (8, None),
@@ -131,7 +131,7 @@ BAD = {
     "chip": (
         ("data=8", "v9:2x4"),
         {},
-        "on='v9:2x4' names no chip that is known: use None (the devices that are here), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200 with its topology, such as 'v5p:4x8x8'",
+        "on='v9:2x4' does not name a known chip: use None (the devices of this machine), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200 with its topology, such as 'v5p:4x8x8'",
     ),
     "topology": (
         ("data=8", "v5p"),
@@ -146,37 +146,37 @@ BAD = {
     "chips product": (
         ("data=8", "h200:8x8"),
         {},
-        "mesh data=8 needs 8 devices, but on='h200:8x8' has 64: what fits 64: data=64",
+        "mesh data=8 needs 8 devices, but on='h200:8x8' has 64: these fit 64: data=64",
     ),
     "no slice": (
         ("data=105", "v5p:3x5x7"),
         {},
-        "on='v5p:3x5x7' is not a slice of v5p that exists: nearest are 'v5p:4x4x8', 'v5p:4x4x12', 'v5p:4x8x8'",
+        "on='v5p:3x5x7' is not a slice that v5p comes in: the nearest are 'v5p:4x4x8', 'v5p:4x4x12', 'v5p:4x8x8'",
     ),
     "slice turned": (
         ("data=8", "v5e:4x2"),
         {},
-        "on='v5e:4x2' is not a slice of v5e that exists: nearest are 'v5e:2x2', 'v5e:2x4', 'v5e:4x4'",
+        "on='v5e:4x2' is not a slice that v5e comes in: the nearest are 'v5e:2x2', 'v5e:2x4', 'v5e:4x4'",
     ),
     "more than a pod": (
         ("data=1000000", "v5e:1000x1000"),
         {},
-        "on='v5e:1000x1000' has 1,000,000 chips, but one slice of v5e has at most 256, and several slices cannot be described: nearest are 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'; 'none' plans for any number of devices",
+        "on='v5e:1000x1000' has 1,000,000 chips, but one slice of v5e has at most 256, and multiple slices are not supported: the nearest are 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'; 'none' plans for any number of devices",
     ),
     "host of nine": (
         ("data=9", "h100:1x9"),
         {},
-        "on='h100:1x9' has 9 GPUs in a host, but a host of h100 has at most 8: write hosts x GPUs, such as 'h100:2x8'",
+        "on='h100:1x9' has 9 GPUs per host, but a host of h100 has at most 8: write hosts x GPUs, such as 'h100:2x8'",
     ),
     "too many devices": (
         ("data=100000000000000000000", "none"),
         {},
-        "mesh 'data=100000000000000000000' has more than 2,147,483,648 devices, the most there may be",
+        "mesh 'data=100000000000000000000' has more devices than the limit of 2,147,483,648",
     ),
     "too many GPUs": (
         ("data=8", "h100:99999999999x8"),
         {},
-        "on='h100:99999999999x8' names more than 2,147,483,648 devices, the most there may be",
+        "on='h100:99999999999x8' names more devices than the limit of 2,147,483,648",
     ),
     "cpu": (("data=8", "cpu"), {}, "on='cpu' does not say how many CPU devices: write 'cpu:8'"),
     "started": (
@@ -192,7 +192,7 @@ BAD = {
     "devices": (
         ("data=8", [1, 2]),
         {},
-        "on=[1, 2] is not a sequence of devices: give jax.devices() or a part of it",
+        "on=[1, 2] is not a sequence of devices: give jax.devices() or some of them",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Models as people write them: helper objects that hold arrays, and axes named while building."""
+"""Models as people write them: arrays in helper objects, and axes named while building."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ import shardwise as sw
 
 
 class Rope:
-    """A helper that is no module, as rotary embeddings often are."""
+    """A helper that is not a module, as rotary embeddings often are."""
 
     def __init__(self, size):
         self.sin = jnp.sin(jnp.arange(size) * 1.0)
@@ -146,14 +146,14 @@ def _trained(model, x):
 
 
 @pytest.mark.parametrize("container", [tuple, list, lambda xs: {"sin": xs[0]}])
-def test_a_container_of_arrays_is_refused_as_flax_refuses_it(container):
+def test_a_container_of_arrays_is_rejected_as_in_flax(container):
     class Model(nnx.Module):
         def __init__(self):
             self.tables = container([jnp.ones(4)])
 
     with pytest.raises(ValueError):
         Model()
-    with pytest.raises(ValueError, match=r"tables of Model is a \w+ that holds arrays.*nnx\.data"):
+    with pytest.raises(ValueError, match=r"tables of Model is a \w+ of arrays.*nnx\.data"):
         sw.layout(Model, sw.mesh("data=8", on="none"))
 
 
@@ -173,7 +173,7 @@ def test_a_factory_that_builds_another_helper_each_time_is_refused():
         def __init__(self):
             self.rope = Rope(next(sizes))
 
-    with pytest.raises(ValueError, match="rope.sin holds an array that differs"):
+    with pytest.raises(ValueError, match="the array at rope.sin differs"):
         sw.layout(Model, sw.mesh("data=8", on="none"))
 
 
@@ -272,7 +272,7 @@ def test_fsdp_gathers_on_explicit_axes(accumulate):
         for _ in range(3):
             state, metrics = step(state, x)
             losses[explicit].append(float(metrics["loss"]))
-        # Stored in parts after the step as before it.
+        # Still sharded after the step.
         kernel = state.model["up.kernel"]
         assert kernel.addressable_shards[0].data.shape == layout["up.kernel"].shard_shape
         kinds = {row.kind for row in sw.compile(recipe, layout).collectives}

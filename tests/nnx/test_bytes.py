@@ -1,4 +1,4 @@
-"""Bytes of arrays whose elements are smaller than a byte: as the compilers pack them."""
+"""Bytes of arrays with sub-byte elements, packed as compilers pack them."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ DTYPES = ["int4", "uint4", "float4_e2m1fn", "int2", "uint2", "int8", "float8_e4m
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 128), (7, 3), (5,), ()])
-def test_as_the_compiler_for_cpu_has_it(dtype, shape):
+def test_bytes_match_the_cpu_compiler(dtype, shape):
     compiled = jax.jit(lambda x: x + x if dtype != "bool" else ~x).lower(
         jax.ShapeDtypeStruct(shape, dtype)
     ).compile()  # fmt: skip
@@ -26,9 +26,9 @@ def test_as_the_compiler_for_cpu_has_it(dtype, shape):
 
 
 @pytest.mark.parametrize("on", ["h100:1x1", "v5e:1x1"])
-def test_as_the_compilers_for_absent_chips_have_it(on):
+def test_bytes_match_the_compilers_for_absent_chips(on):
     dtypes = ["int4", "uint4", "int2", "int8"]
-    # Multiples of a TPU's tiles, which are padded otherwise.
+    # Multiples of a TPU's tiles: other sizes are padded.
     arrays = [jax.ShapeDtypeStruct((256, 256), dtype) for dtype in dtypes]
     target = parse_chips(on)
     platform = {"gpu": "cuda", "tpu": "tpu"}[target.platform]
@@ -41,7 +41,7 @@ def test_as_the_compilers_for_absent_chips_have_it(on):
 
 
 class Quantised(nnx.Module):
-    """A kernel of 4 bits an element."""
+    """A kernel with 4 bits per element."""
 
     def __init__(self):
         self.kernel = nnx.Param(jnp.zeros((256, 64), jnp.int4))

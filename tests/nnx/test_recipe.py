@@ -1,4 +1,4 @@
-"""Recipes: each option of the step against what JAX, Optax and Flax compute without us."""
+"""Recipes: each option of the step, compared with plain JAX, Optax and Flax."""
 
 import functools
 import re
@@ -22,7 +22,7 @@ BATCHES = [
 
 
 def waves(key, shape, dtype):
-    """Numbers like random ones that compile in no time."""
+    """Pseudo-random numbers that compile quickly."""
     return jnp.sin(jnp.arange(np.prod(shape), dtype=dtype) ** 2).reshape(shape) / 4
 
 
@@ -140,14 +140,14 @@ def test_optimizers(name):
 
 
 @pytest.mark.parametrize("parts", [2, 8])
-def test_accumulate_is_the_whole_batch_for_a_mean_loss(parts):
+def test_accumulate_equals_the_full_batch_for_a_mean_loss(parts):
     def loud(model, batch):
         return loss(model, batch), {"rows": batch["x"].shape[0], "first": batch["x"][0, 0]}
 
     losses, metrics, _, _ = run(loss=loud, accumulate=parts)
     near(losses, plain())
     assert float(metrics["rows"]) == ROWS / parts
-    # Part j has the samples j, j + n, …; metrics are means over the parts.
+    # Microbatch j has samples j, j + n, …; metrics are means over microbatches.
     near(metrics["first"], BATCHES[-1]["x"][:parts, 0].mean())
 
 
@@ -193,7 +193,7 @@ def test_a_metric_named_as_ours_is_refused_or_kept_apart():
         step(state, BATCHES[0])
 
 
-def test_compute_dtype_is_seen_by_the_loss_alone():
+def test_only_the_loss_sees_compute_dtype():
     seen = {}
 
     def spy(model, batch):
@@ -211,8 +211,8 @@ def test_compute_dtype_is_seen_by_the_loss_alone():
 
 
 SAVE_NOTHING = jax.checkpoint_policies.nothing_saveable
-# Each: what is given, and how many products the step has: without remat 2 forward and 3 backward,
-# as the batch needs no gradient. A module that is rematerialised needs its last product no more.
+# The value of remat, and the number of matrix products in the step: without remat, 2 forward and 3
+# backward, since the batch needs no gradient. A rematerialised module does not recompute its last.
 REMATS = {
     "none": (None, 5),
     "saved": ("everything_saveable", 5),
@@ -232,7 +232,7 @@ class Outer(nnx.Module):
 
 
 @pytest.mark.parametrize("case", REMATS)
-def test_remat_computes_again_and_the_same(case):
+def test_remat_recomputes_the_same_values(case):
     given, products = REMATS[case]
     losses, _, _, step = run(2, model=lambda: Outer(nnx.Rngs(0)), remat=given)
     near(losses, plain()[:2])
@@ -281,20 +281,21 @@ def test_rngs_are_new_at_each_step_and_the_same_on_each_mesh():
         seen.add(float(metrics["loss"]))
     assert len(seen) == 3
     parts = run(1, loss=lambda m, b, r: (loss(m, b), {"noise": r.uniform()}), rngs=3, accumulate=2)
-    whole = run(1, loss=lambda m, b, r: (loss(m, b), {"noise": r.uniform()}), rngs=3)
-    assert float(parts[1]["noise"]) != float(whole[1]["noise"])
+    full = run(1, loss=lambda m, b, r: (loss(m, b), {"noise": r.uniform()}), rngs=3)
+    assert float(parts[1]["noise"]) != float(full[1]["noise"])
 
 
-def test_rngs_that_are_handed_to_a_module_with_remat_go_on():
+def test_rngs_that_are_passed_to_a_module_with_remat_advance():
     near(dropped(patterns=(("blocks.*", "nothing_saveable"),)), dropped())
 
 
 LAST = nnx.All(nnx.Param, nnx.PathContains("down"))
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("remat", [None, {"up": "nothing_saveable"}], ids=["kept", "remat"])
-def test_what_is_not_trained_stays_bitwise(dtype, remat):
+def test_untrained_variables_stay_bitwise_equal(dtype, remat):
     before, _ = begin(wrt=LAST)
     before = {path: np.asarray(x) for path, x in before.model.items()}
     _, _, state, _ = run(2, wrt=LAST, compute_dtype=dtype, ema=0.9, remat=remat)
@@ -331,7 +332,7 @@ def test_ema():
         begin()[0].to_model(make, ema=True)
 
 
-def test_an_ema_of_no_decay_is_kept_too():
+def test_an_ema_with_zero_decay_is_kept_too():
     _, _, state, _ = run(1, ema=0.0)
     np.testing.assert_array_equal(state.ema["up.kernel"], state.model["up.kernel"])
 
@@ -368,7 +369,7 @@ def test_metrics_are_those_of_the_loss():
     assert list(metrics) == ["loss", "mean", "nested"] and int(metrics["nested"]["n"]) == 3
 
 
-def test_batches_of_64_bits_are_what_jax_makes_of_them():
+def test_64_bit_batches_are_converted_as_in_jax():
     wide = {key: x.astype("float64") for key, x in BATCHES[0].items()}
     state, step = begin(batch=wide)
     state, first = step(state, wide)
@@ -417,37 +418,40 @@ def test_losses_that_are_refused(case):
 RECIPES = {
     "model": (
         {"model": Mlp(nnx.Rngs(0))},
-        "model is a function of no arguments that returns an nnx.Module, got a Mlp",
+        "model must be a function of no arguments that returns an nnx.Module, got a Mlp",
     ),
-    "loss": ({"loss": 3}, "loss is a function of a model and a batch, got a int"),
-    "optimizer": ({"optimizer": 0.1}, "optimizer is an optax transformation, got a float"),
+    "loss": ({"loss": 3}, "loss must be a function of a model and a batch, got a int"),
+    "optimizer": ({"optimizer": 0.1}, "optimizer must be an optax transformation, got a float"),
     "batch": ({"batch": {"x": (8, 16)}}, "batch['x'][0] is 8: use jax.ShapeDtypeStruct"),
-    "no-parts": ({"accumulate": 0}, "accumulates over 1 part or more, got 0"),
-    "bool-parts": ({"accumulate": True}, "accumulates over 1 part or more, got True"),
+    "no-parts": ({"accumulate": 0}, "accumulate must be a positive integer, got 0"),
+    "bool-parts": ({"accumulate": True}, "accumulate must be a positive integer, got True"),
     "parts": (
         {"accumulate": 3},
-        "accumulate=3 cannot cut batch['x'] of shape (16, 16): dim 0 (size 16) does not divide",
+        "accumulate=3 cannot split batch['x'] of shape (16, 16): dim 0 (size 16) is not divisible",
     ),
-    "clip": ({"clip": 0}, "clips gradients to a positive norm, got 0"),
-    "clip-nan": ({"clip": float("nan")}, "clips gradients to a positive norm, got nan"),
-    "clip-text": ({"clip": "1"}, "clips gradients to a positive norm, got '1'"),
-    "ema": ({"ema": 1.0}, "ema is a decay from 0 to below 1, such as 0.999, got 1.0"),
-    "ema-text": ({"ema": "0.9"}, "ema is a decay from 0 to below 1, such as 0.999, got '0.9'"),
-    "rngs": ({"rngs": nnx.Rngs(0)}, "rngs is a seed, a number, got Rngs"),
+    "clip": ({"clip": 0}, "clip must be a positive norm, got 0"),
+    "clip-nan": ({"clip": float("nan")}, "clip must be a positive norm, got nan"),
+    "clip-text": ({"clip": "1"}, "clip must be a positive norm, got '1'"),
+    "ema": ({"ema": 1.0}, "ema must be a decay of at least 0 and below 1, such as 0.999, got 1.0"),
+    "ema-text": (
+        {"ema": "0.9"},
+        "ema must be a decay of at least 0 and below 1, such as 0.999, got '0.9'",
+    ),
+    "rngs": ({"rngs": nnx.Rngs(0)}, "rngs must be an integer seed, got Rngs"),
     "dtype": (
         {"compute_dtype": "int8"},
-        "compute_dtype is a floating one, such as 'bfloat16', got 'int8'",
+        "compute_dtype must be a floating-point dtype, such as 'bfloat16', got 'int8'",
     ),
-    "no-dtype": ({"compute_dtype": "float17"}, "compute_dtype is a floating one"),
+    "no-dtype": ({"compute_dtype": "float17"}, "compute_dtype must be a floating-point dtype"),
     "policy": (
         {"remat": "dots"},
-        "remat='dots' is no policy without arguments of jax.checkpoint_policies: they are checkpoint_dots",
+        "remat='dots' is not a policy of jax.checkpoint_policies that takes no arguments: use checkpoint_dots",
     ),
     "needs-arguments": (
         {"remat": "save_only_these_names"},
-        "others are given themselves, such as jax.checkpoint_policies.save_only",
+        "or pass a policy object, such as jax.checkpoint_policies.save_only",
     ),
-    "module-policy": ({"remat": {"up": "all"}}, "remat='all' is no policy"),
+    "module-policy": ({"remat": {"up": "all"}}, "remat='all' is not a policy"),
 }
 
 

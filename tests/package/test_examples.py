@@ -31,6 +31,7 @@ def test_it_is_one_page(file):
     assert f"python examples/{file.name} --real" in "\n".join(lines[:6])
 
 
+@pytest.mark.once
 def test_the_budget_of_a_user_s_own_test():
     """As a user would run it."""
     path = EXAMPLES / "ci" / "test_budget.py"

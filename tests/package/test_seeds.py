@@ -97,6 +97,7 @@ def test_with_partitioning():
     assert layout["kernel"].spec == P(None, "model")
 
 
+@pytest.mark.bitwise
 def test_sharded_initialisation_equals_the_documents():
     layout = sw.layout(make, mesh())
     model = sw.init(make, layout)
@@ -146,6 +147,7 @@ def test_optimizer_state_is_laid_out_like_its_parameters():
     assert plan["0.mu.kernel"].spec == layout["kernel"].spec
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("axes", ["data=2,model=4", "data=4,model=2", "data=1,model=8"])
 def test_checkpoint_restores_straight_into_the_shards_of_another_mesh(tmp_path, axes):
     layout = sw.layout(make, mesh())

@@ -131,6 +131,7 @@ def assert_lies(layout, model):
         assert len(array.addressable_shards) == layout.mesh.size
 
 
+@pytest.mark.bitwise
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_init_gives_the_same_values_in_shards(name, axes):
@@ -158,6 +159,7 @@ def test_trees_are_those_of_the_model(name):
     assert nnx.split(sw.shard(plain, layout))[0] == graphdef
 
 
+@pytest.mark.bitwise
 def test_shardings_serve_the_users_own_jit():
     """flax#4129: out_shardings of a hand-written initialisation, which keeps no array whole."""
     layout, model = placed("mlp", "data=8")
@@ -325,6 +327,7 @@ def test_annotated_models_need_no_context(spelling, names, other):
     assert_lies(moved, sw.shard(model, moved))
 
 
+@pytest.mark.bitwise
 def test_shard_moves_from_mesh_to_mesh():
     """orbax#648 and flax#5110 without a checkpoint: another mesh, another layout, the same values."""
     make = MODELS["mixed"]

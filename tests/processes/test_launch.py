@@ -123,7 +123,7 @@ def test_a_failure_is_named_and_ends_the_rest(mode, code, how, capfd):
 
 
 def test_a_process_that_ignores_sigterm_is_killed(capfd, monkeypatch):
-    monkeypatch.setattr("shardwise._launch.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("shardwise._processes.launcher.GRACE_SECONDS", 0.5)
     # Its own signal is ignored as soon as it waits, long before the other one ends.
     stubborn = (
         "import os, runpy, sys, time;"
@@ -469,3 +469,34 @@ def test_the_jobset_has_what_jax_reads():
 
 def _sources():
     return "".join(map(inspect.getsource, (clusters.cluster, jax._src.distributed)))
+
+
+LAST_WORDS = """
+import os, threading
+from shardwise._processes import peers
+watch = peers.PeerWatch(peers.Processes(1, 2, "test"), 5.0)
+watch.guard()
+watch._loss = peers._Loss((0,), "was lost", "for a test")
+peers._store = lambda: 1 / 0  # JAX's locks may be held: it must not be asked
+held = threading.Event()
+def hold():
+    with watch._naming:
+        held.set()
+        threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+os.abort()
+"""
+
+
+def test_abort_ends_the_process_even_if_another_thread_is_stuck_in_the_midst_of_naming_the_loss():
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_WORDS],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    told = "process 0 of 2 was lost: for a test. Resume from the last checkpoint."
+    assert done.stderr == f"shardwise: {told} Process 1 ends with code 75.\n"
+    assert done.returncode == 75

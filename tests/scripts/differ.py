@@ -2,8 +2,8 @@
 
 Prints how each ended, and ends by the last one's error, or with `exit` by status 4. The modes are
 another learning rate, seed, loss, data, directory or number of steps, a restore or a read that
-fails, a copy of a weight that changes on one device, a directory that is not shared, and a mesh of
-too few devices.
+fails, a copy of a weight that changes on one device, a directory that is not shared or that one
+process sees late, and a mesh of too few devices.
 """
 
 import sys
@@ -17,7 +17,10 @@ import numpy as np
 import optax
 from flax import nnx
 
+from shardwise._processes import agree
+
 odd = here.index == 1
+agree._STALE_SECONDS = 4.0
 
 
 class Rows:
@@ -40,8 +43,8 @@ class Rows:
 class Corrupting(sw.Checkpoints):
     """Changes one device's copy when a checkpoint is restored, as a bit that flips would."""
 
-    def restore(self, recipe, layout, *, step=None):
-        state = super().restore(recipe, layout, step=step)
+    def restore_onto(self, blueprint, *, step=None):
+        state = super().restore_onto(blueprint, step=step)
         if odd:
             kernel = state.model["kernel"]
             parts = [shard.data for shard in kernel.addressable_shards]
@@ -61,6 +64,16 @@ class Away(sw.Checkpoints):
         return super().about(step)
 
 
+class Stale(sw.Checkpoints):
+    """Shows a step to one process later than to the others, as a cached directory would."""
+
+    looks = 0
+
+    def steps(self):
+        self.looks += 1
+        return [] if odd and self.looks <= 2 else super().steps()
+
+
 def run(mode, directory):
     seed, power = int(odd and mode == "seed"), 4 if odd and mode == "loss" else 2
 
@@ -77,12 +90,12 @@ def run(mode, directory):
         sw.mesh("data=2", on="cpu:2")
     layout = sw.layout(make, sw.mesh("data=4", on="cpu:4"), "dp")
     steps = 3 if odd and mode == "arguments" else 4
-    if mode in ("directory", "restore", "corrupt"):
+    if mode in ("directory", "restore", "corrupt", "stale"):
         first = sw.Checkpoints(directory)
         sw.fit(recipe, layout, sw.data(Rows(mode)), steps=2, show=False, checkpoints=first)
     if odd and mode in ("directory", "unshared"):
         directory += "-of-its-own"
-    kind = {"corrupt": Corrupting, "restore": Away}.get(mode, sw.Checkpoints)
+    kind = {"corrupt": Corrupting, "restore": Away, "stale": Stale}.get(mode, sw.Checkpoints)
     sw.fit(
         recipe, layout, sw.data(Rows(mode)), steps=steps, show=False, checkpoints=kind(directory)
     )

@@ -25,7 +25,7 @@ import orbax.checkpoint  # noqa: F401 - imported once, before the forks that sav
 from flax import nnx
 
 import shardwise as sw
-from shardwise import _orbax, _public  # noqa: F401 - the same: what `sw` loads when it is asked
+from shardwise import _public  # noqa: F401 - the same: what `sw` loads when it is asked
 from shardwise._step.blueprint import make_blueprint
 
 SHAPE = (256, 512)

@@ -69,6 +69,7 @@ def straight(tmp_path_factory):
 # --- resumed --------------------------------------------------------------------------------------
 
 
+@pytest.mark.bitwise
 def test_resume_is_bitwise(straight, tmp_path):
     """BatchNorm, dropout, moving average, accumulation, and the place in the data (epochs too)."""
     whole = straight[0]
@@ -102,6 +103,7 @@ def test_resume_on_another_mesh(straight, tmp_path):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4, err_msg=path)
 
 
+@pytest.mark.bitwise
 def test_plain_iterables_are_wound_forward(tmp_path):
     batches = [BATCH * (1 + i / 10) for i in range(8)]
     want = bits(fit_small(batches, steps=8))
@@ -110,6 +112,7 @@ def test_plain_iterables_are_wound_forward(tmp_path):
     assert bits(state) == want
 
 
+@pytest.mark.bitwise
 def test_a_run_that_is_done_does_nothing(tmp_path, capsys):
     checkpoints = sw.Checkpoints(tmp_path / "run")
     done = fit_small(checkpoints=checkpoints)
@@ -131,6 +134,7 @@ def test_a_run_begun_anew_never_loses_its_checkpoints_to_older_ones(tmp_path):
     assert checkpoints.steps() == [6, 8]
 
 
+@pytest.mark.bitwise
 def test_under_a_mesh_that_is_set(tmp_path):
     with jax.set_mesh(sw.mesh("other=4", on="cpu:4")):
         state = fit_small(
@@ -211,6 +215,7 @@ def test_logs_evaluation_and_a_profile(tmp_path, capsys):
     assert sum("eval_loss" in line for line in lines) == 2
 
 
+@pytest.mark.bitwise
 def test_evaluation_is_of_the_same_batches_and_changes_nothing(tmp_path):
     frozen = sw.Recipe(
         model=SMALL.model, loss=SMALL.loss, optimizer=optax.sgd(0.0), batch=SMALL.batch
@@ -402,6 +407,7 @@ def test_a_signal_ends_a_whole_step_and_saves_it(straight, tmp_path, number, cod
         assert bits(sw.fit(run.RECIPE, run.layout_on(), run.data(), **fit_on)) == straight[1]
 
 
+@pytest.mark.once
 def test_a_second_interrupt_ends_at_once(tmp_path):
     with start(tmp_path / "run", 100, "stuck", stderr=subprocess.PIPE, text=True) as process:
         read_until(process, "step 3/")
@@ -413,6 +419,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
         assert process.wait(30) in (130, -signal.SIGINT)
 
 
+@pytest.mark.once
 def test_the_bar_of_a_terminal(tmp_path):
     ours, theirs = pty.openpty()
     with start(tmp_path / "run", 30, "slowly", stdout=theirs, stderr=theirs) as process:
@@ -463,6 +470,7 @@ def test_a_full_disk_for_logs_does_not_stop_a_run(full_disk, capsys):
     ]
 
 
+@pytest.mark.once
 def test_sigterm_is_answered_on_a_full_disk_for_logs(full_disk, tmp_path):
     logs = tmp_path / "run-logs"
     logs.symlink_to(full_disk)

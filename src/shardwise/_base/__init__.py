@@ -1,9 +1,10 @@
 """Text, tables, files, the terminal and signals: what every room needs. Imports no JAX."""
 
+from .ending import cleaned_up_on_signal as cleaned_up_on_signal
 from .ending import end as end
 from .ending import end_on_signals as end_on_signals
 from .ending import open_standard_streams as open_standard_streams
-from .ending import undone as undone
+from .export import public as public
 from .files import write_atomically as write_atomically
 from .frames import at_line_of as at_line_of
 from .frames import is_ours as is_ours
@@ -11,6 +12,10 @@ from .frames import is_users as is_users
 from .frames import line_of as line_of
 from .frames import show_line as show_line
 from .frames import users_line as users_line
+from .loading import add_folder as add_folder
+from .loading import beside as beside
+from .loading import load_file as load_file
+from .loading import shadowed as shadowed
 from .tables import Row as Row
 from .tables import fold_numbers as fold_numbers
 from .tables import html_table as html_table

@@ -1,8 +1,8 @@
-"""Ends the process on SIGINT and SIGTERM at any moment, and undoes what must not be left behind.
+"""Ends the process promptly on SIGINT and SIGTERM, and cleans up what must not be left behind.
 
-Raising KeyboardInterrupt is not enough: within a callback from C++ it is swallowed or crashes, and
-during a long call into C++ Python does not see the signal at all. Only the standard library is
-imported here, since this module is loaded before anything else.
+Raising KeyboardInterrupt is not enough: a callback from C++ swallows it or crashes, and during a
+long call into C++ Python does not see the signal at all. This module imports only the standard
+library, since it is loaded before anything else.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _WORDS = {signal.SIGINT: b"interrupted", signal.SIGTERM: b"terminated"}
 _undo: list[Callable[[], Any]] = []
 _lock = threading.RLock()
 _begun = False
-_exit = os._exit  # itself, while `_target` keeps the user's code from it
+_exit = os._exit  # kept here, because os._exit is replaced while the user's code is loaded
 _stderr = -1
 
 
 @contextlib.contextmanager
-def undone(undo: Callable[[], Any]) -> Iterator[None]:
-    """While entered, a signal that ends the process calls `undo` first, the last entered first."""
+def cleaned_up_on_signal(undo: Callable[[], Any]) -> Iterator[None]:
+    """Calls `undo` if a signal ends the process inside the block; inner blocks are undone first."""
     _undo.append(undo)
     try:
         yield
@@ -36,9 +36,9 @@ def undone(undo: Callable[[], Any]) -> Iterator[None]:
 
 
 def open_standard_streams() -> None:
-    """Opens stdin, stdout and stderr on /dev/null where they were closed (`>&-`).
+    """Opens each of stdin, stdout and stderr that was closed (`>&-`) on /dev/null.
 
-    Otherwise Python has None in their place, and the next file to be opened takes their number.
+    Otherwise Python sets them to None, and the next file to be opened takes their descriptor.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
@@ -53,13 +53,13 @@ def open_standard_streams() -> None:
 
 
 def end_on_signals() -> None:
-    """Makes SIGINT and SIGTERM end this process with 130 and 143, whatever it is doing.
+    """Makes SIGINT and SIGTERM end this process with status 130 and 143, whatever it is doing.
 
-    A signal that is ignored (nohup) stays ignored. Code that installs its own handler has the
-    signal to itself until it puts this one back.
+    A signal that is ignored (nohup) stays ignored. Code that installs its own handler receives
+    the signal instead, until it restores this one.
     """
     global _stderr
-    # Compilers' output is captured by redirecting stderr: the last word takes another way.
+    # stderr is redirected to capture what compilers print: the final message bypasses that.
     _stderr = os.dup(2)
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -67,19 +67,19 @@ def end_on_signals() -> None:
     taken = [n for n in _WORDS if signal.getsignal(n) is not signal.SIG_IGN]
     for number in taken:
         signal.signal(number, _end)
-    # The main thread may be in C++ for minutes: another one ends the process meanwhile.
+    # The main thread may be inside C++ for minutes, so another thread ends the process.
     threading.Thread(target=_watch, args=(reader,), name="shardwise-signals", daemon=True).start()
     os.register_at_fork(after_in_child=_be_plain)
 
 
 def end(status: int) -> NoReturn:
-    """Ends the process as Python would, but answers signals to the last.
+    """Ends the process as Python would, but handles signals to the very end.
 
-    Python forgets its handlers some time before it ends, and a signal then kills the process.
+    Python drops its handlers some time before it exits, and a signal then kills the process.
     """
     jax: Any = sys.modules.get("jax")
     if jax is not None and jax.distributed.is_initialized():
-        # What JAX's runtime does when a process ends needs to know how it ends.
+        # JAX's distributed runtime shuts down at interpreter exit, so the exit must be a real one.
         for number in _WORDS:
             if signal.getsignal(number) is _end:
                 signal.signal(number, signal.SIG_DFL)
@@ -100,7 +100,7 @@ def _watch(reader: socket.socket) -> None:
 
 
 def _be_plain() -> None:
-    """Makes a forked child what any Python process is; its signals are not its parent's."""
+    """Gives a forked child Python's default signal handling; its signals are not its parent's."""
     signal.set_wakeup_fd(-1)
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
@@ -111,7 +111,7 @@ def _be_plain() -> None:
 
 
 def _end(number: int, frame: Any) -> None:
-    """Ends the process. Both threads may come here: the second waits until all is over."""
+    """Ends the process. Both threads may get here: the second waits until the first is done."""
     global _begun
     with _lock:
         if _begun:

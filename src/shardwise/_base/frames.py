@@ -1,4 +1,4 @@
-"""The user's line: which frames of a stack are the user's own code, and how a line is written."""
+"""Source lines: which frames of a stack are the user's own code, and how a line is shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Iterable
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_SHIPPED = ("models", "examples")  # models that we ship are read as anybody's
+_SHIPPED = ("models", "examples")  # the models that we ship count as user code
 _LIBRARIES = tuple(
     os.path.abspath(sysconfig.get_paths()[key]) + os.sep for key in ("stdlib", "purelib", "platlib")
 )
@@ -16,7 +16,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def is_users(file: str) -> bool:
-    """Says whether a file is the user's own, or a model that ships with the package."""
+    """Returns whether a file is the user's own, or a model that ships with the package."""
     if not file or file.startswith("<"):
         return False
     path = os.path.abspath(file)
@@ -26,33 +26,33 @@ def is_users(file: str) -> bool:
 
 
 def is_ours(file: str) -> bool:
-    """Says whether a file belongs to this package."""
+    """Returns whether a file belongs to this package."""
     return os.path.abspath(file).startswith(_PACKAGE + os.sep)
 
 
 def users_line(frames: Iterable[tuple[str, int | None]]) -> str:
-    """Returns `file.py:12`, the first frame that is the user's own, or an empty string.
+    """Returns `file.py:12`, the first frame in the user's own code, or an empty string.
 
     Args:
-        frames: file and line of each, the innermost first.
+        frames: the file and line of each frame, innermost first.
     """
     return next((show_line(file, line) for file, line in frames if is_users(file)), "")
 
 
 def line_of(error: BaseException) -> str:
-    """Returns `file.py:12`, the innermost line of the user's that an error passed, or nothing."""
+    """Returns `file.py:12`, the innermost user line in an error's traceback, or an empty string."""
     stack = traceback.extract_tb(error.__traceback__)
     return users_line((frame.filename, frame.lineno) for frame in reversed(stack))
 
 
 def at_line_of(error: BaseException) -> str:
-    """Returns `, at file.py:12`, to end a sentence with, or nothing."""
+    """Returns `, at file.py:12`, to append to a sentence, or an empty string."""
     line = line_of(error)
     return f", at {line}" if line else ""
 
 
 def show_line(file: str, line: int | None) -> str:
-    """Returns `file.py:12`, the file from the current folder where it is below it, else its end."""
+    """Returns `file.py:12`: relative to the current folder, else the last two parts of the path."""
     path = os.path.abspath(file)
     below = os.path.relpath(path, os.getcwd())
     if below.startswith(".."):

@@ -1,4 +1,4 @@
-"""Numbers with their units, and rows as text and as HTML."""
+"""Numbers with units, and tables as text and as HTML."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _scaled(count: float, space: str) -> str:
 
 
 def _digits(number: float) -> str:
-    """Returns three digits, without an exponent and without zeros that say nothing."""
+    """Returns three significant digits, without an exponent or trailing zeros."""
     if abs(number) >= 99.95:
         return f"{number:.0f}"
     text = f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"
@@ -57,12 +57,12 @@ def _digits(number: float) -> str:
 
 
 def show_devices(count: int) -> str:
-    """Returns on how many devices something lies: `each of 8 devices`, `1 device`."""
+    """Returns how many devices something is on: `each of 8 devices`, `1 device`."""
     return "1 device" if count == 1 else f"each of {count} devices"
 
 
 def fold_numbers(numbers: Sequence[int]) -> str:
-    """Returns numbers in order as one step of a path: `{0..79}`, or `*` if some are missing."""
+    """Returns sorted numbers as one step of a path: `{0..79}`, or `*` if some are missing."""
     if list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
         return f"{{{numbers[0]}..{numbers[-1]}}}"
     return "*"
@@ -79,13 +79,13 @@ def text_table(
     """Returns rows as aligned plain text, wide enough that no cell is cut.
 
     Args:
-        header: the columns' titles; no line for them if all are empty.
+        header: the titles of the columns; if all are empty, there is no header line.
         rows: the cells.
         caption: the last line.
-        width: of the text, or as wide as it needs.
-        right: the numbers of the columns that are set to the right.
+        width: the width of the text; by default, as wide as it needs to be.
+        right: the indices of the columns that are right-aligned.
     """
-    from rich.console import Console  # slow, and most commands print no table
+    from rich.console import Console  # slow to import, and most commands print no table
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, show_edge=False, show_header=any(header))
@@ -108,7 +108,7 @@ def text_table(
 
 
 def html_table(header: Row, rows: Iterable[Row], caption: str) -> str:
-    """Returns rows as an HTML table that takes the page's own colours."""
+    """Returns rows as an HTML table that inherits the page's colours."""
     head = "".join(f'<th style="text-align:left">{html.escape(c)}</th>' for c in header)
     body = "".join(
         "<tr>"

@@ -1,4 +1,4 @@
-"""Printing: coloured on a terminal, plain when piped, complete in any encoding."""
+"""Printing: in colour on a terminal, plain when piped, and complete in any encoding."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
-from .ending import undone
+from .ending import cleaned_up_on_signal
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-# What is coloured of a text that stands on its own without colours.
+# What is highlighted on a terminal; the text reads the same without colours.
 _STYLES = (
     (r"^error\[SW\d+\] [\w-]+", "bold red"),
     (r"^warning\[SW\d+\] [\w-]+", "bold yellow"),
@@ -37,10 +37,10 @@ _PLAIN = str.maketrans(
 
 
 class UnwritableError(Exception):
-    """A result could not be printed: stdout is a full device, for example."""
+    """A result could not be printed, for example because the disk behind stdout is full."""
 
 
-# Where results are printed, once all else that writes to stdout has been sent to stderr.
+# Where results are printed, once everything else that writes to stdout is redirected to stderr.
 _own: TextIO | None = None
 
 
@@ -50,10 +50,10 @@ def stdout() -> TextIO:
 
 
 def claim_stdout() -> None:
-    """Keeps stdout for results: all that the user's code prints from now on goes to stderr.
+    """Reserves stdout for results: everything that user code prints from now on goes to stderr.
 
-    That is so to the end, and for the file descriptor too: code of a target may print from threads,
-    from C++ and from processes that it starts, at any time.
+    This holds until the process ends, and for the file descriptor too: the code of a target may
+    print at any time, from threads, from C++ and from processes that it starts.
     """
     global _own
     if _own is not None:
@@ -71,7 +71,7 @@ def claim_stdout() -> None:
 
 @contextlib.contextmanager
 def released_stdout() -> Iterator[None]:
-    """Gives stdout back at the end, to a process that goes on."""
+    """Restores stdout on exit, for a process that continues."""
     global _own
     before = sys.stdout
     try:
@@ -85,10 +85,10 @@ def released_stdout() -> Iterator[None]:
 
 
 def tell(text: str | Text) -> None:
-    """Prints a text to stdout: with colours on a terminal, else as it is.
+    """Prints text to stdout: in colour on a terminal, unchanged otherwise.
 
     Raises:
-        UnwritableError: it cannot be written.
+        UnwritableError: stdout cannot be written to.
     """
     out = stdout()
     if not is_live(out):
@@ -102,12 +102,12 @@ def tell(text: str | Text) -> None:
         for pattern, style in _STYLES:
             text.highlight_regex(f"(?m){pattern}", style)
     text.plain = _encodable(text.plain, out)
-    # The terminal breaks a line that is longer than it is wide: nothing is cut off.
+    # The terminal itself wraps long lines, so that nothing is cut off.
     Console(file=out, highlight=False, markup=False, emoji=False).print(text, soft_wrap=True)
 
 
 def tell_json(data: Any) -> None:
-    """Prints plain data to stdout as JSON: never coloured, and ASCII alone."""
+    """Prints plain data to stdout as JSON: never coloured, and ASCII only."""
     _print(json.dumps(data, indent=2))
 
 
@@ -117,11 +117,11 @@ def _print(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise UnwritableError(f"stdout cannot be written: {error.strerror}") from error
+        raise UnwritableError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def is_live(stream: Any) -> bool:
-    """Says whether a stream is a terminal that shows colours, and may be drawn on."""
+    """Returns whether a stream is a terminal with colours and cursor movement."""
     return (
         stream.isatty()
         and not os.environ.get("NO_COLOR")
@@ -130,7 +130,7 @@ def is_live(stream: Any) -> bool:
 
 
 def columns() -> int:
-    """Returns how wide a picture may be: as the terminal, or 100 when piped."""
+    """Returns the width available for a drawing: that of the terminal, or 100 when piped."""
     with contextlib.suppress(OSError, ValueError):
         return os.get_terminal_size(stdout().fileno()).columns or 100
     return 100
@@ -138,7 +138,7 @@ def columns() -> int:
 
 @contextlib.contextmanager
 def working(what: str, *, show: bool = True) -> Iterator[None]:
-    """Says on stderr what takes long, and for how long, until it is done; nothing when piped."""
+    """Shows a spinner with the elapsed time on stderr until the block ends; nothing when piped."""
     if not show or not is_live(sys.stderr):
         yield
         return
@@ -146,7 +146,7 @@ def working(what: str, *, show: bool = True) -> Iterator[None]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     encoding = sys.stderr.encoding or "ascii"
-    # A way of its own to the terminal: what compilers print to stderr is caught meanwhile.
+    # A separate descriptor for the terminal: stderr is captured while compilers print to it.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding=encoding) as own:
         spinner = "dots" if encoding.lower().startswith("utf") else "line"
         bar = Progress(
@@ -155,12 +155,12 @@ def working(what: str, *, show: bool = True) -> Iterator[None]:
             TimeElapsedColumn(),
             console=Console(file=own, force_terminal=True),
             transient=True,
-            # Loggers that are made meanwhile keep the stream that they find.
+            # Loggers created in the meantime would keep a redirected stream.
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        # A spinner hides the cursor, which must come back however this ends.
-        with undone(lambda: os.write(own.fileno(), b"\r\x1b[K\x1b[?25h")), bar:
+        # A spinner hides the cursor, which must be restored however this ends.
+        with cleaned_up_on_signal(lambda: os.write(own.fileno(), b"\r\x1b[K\x1b[?25h")), bar:
             bar.add_task(what, total=None)
             yield
 

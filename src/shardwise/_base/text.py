@@ -1,4 +1,4 @@
-"""Words that every floor needs: numbers in sentences, and advice for each kind of caller."""
+"""Wording that every room needs: numbers with nouns, and advice for Python or for a shell."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def count(number: int, one: str, many: str = "") -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Returns how many bytes a text such as `64KiB` says.
+    """Returns the number of bytes that a text such as `64KiB` stands for.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is not a number of bytes.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE | re.ASCII)
     unit = _UNITS.get(found[2].upper()) if found else None
@@ -34,7 +34,7 @@ _on_the_command_line = False
 
 @contextlib.contextmanager
 def shell_words() -> Iterator[None]:
-    """While entered, messages speak of options of the command line, not of Python."""
+    """Within the block, messages mention command-line options rather than Python arguments."""
     global _on_the_command_line
     before, _on_the_command_line = _on_the_command_line, True
     try:
@@ -44,10 +44,10 @@ def shell_words() -> Iterator[None]:
 
 
 def either(python: str, shell: str) -> str:
-    """Returns the one of two texts that helps whoever is reading: in Python, or in a shell."""
+    """Returns whichever text suits the reader: the one for Python, or the one for a shell."""
     return shell if _on_the_command_line else python
 
 
 def option(name: str, value: object) -> str:
-    """Returns what was given: `on='cpu:8'` in Python, `--on cpu:8` in a shell."""
+    """Returns an argument as the caller wrote it: `on='cpu:8'` in Python, `--on cpu:8` in a shell."""
     return either(f"{name}={value!r}", f"--{name} {value}")

@@ -1,4 +1,4 @@
-"""Findings: what is wrong or suspicious, under permanent codes, printed like a compiler's."""
+"""Findings: errors and warnings with permanent codes, printed as a compiler prints them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._base import count, either
+from .._base import count, either, public
 from .._layout import pattern_regex, steps_text
 from .._nnx import show_path, split_path
 
@@ -32,16 +32,16 @@ CODES: dict[str, tuple[str, str]] = {
     "SW201": ("not-as-planned", ERROR),
     "SW202": ("missing-leaf", ERROR),
     "SW203": ("unplanned-leaf", ERROR),
-    "SW204": ("other-shape-or-dtype", ERROR),
+    "SW204": ("shape-or-dtype-mismatch", ERROR),
     "SW301": ("does-not-fit", ERROR),
     "SW302": ("replicated-activation", WARNING),
     "SW303": ("involuntary-full-rematerialisation", WARNING),
     "SW304": ("resharding-collective", WARNING),
-    "SW401": ("missing-in-checkpoint", ERROR),
+    "SW401": ("missing-from-checkpoint", ERROR),
     "SW402": ("extra-in-checkpoint", ERROR),
-    "SW403": ("other-shape-in-checkpoint", ERROR),
-    "SW404": ("other-dtype-in-checkpoint", ERROR),
-    "SW405": ("restored-otherwise", WARNING),
+    "SW403": ("checkpoint-shape-mismatch", ERROR),
+    "SW404": ("checkpoint-dtype-mismatch", ERROR),
+    "SW405": ("resharded-on-restore", WARNING),
     "SW501": ("devices-disagree", ERROR),
     "SW502": ("unproven-agreement", WARNING),
     "SW503": ("diverging-collective", ERROR),
@@ -49,21 +49,22 @@ CODES: dict[str, tuple[str, str]] = {
 
 
 _BY_SUBTREE = ("SW401", "SW402", "SW403", "SW404")
-# So many findings of one code are told one by one, and so many groups in one sentence.
-_TOLD = 3
+# How many findings of one code are listed individually, and how many groups in one sentence.
+_LISTED = 3
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is wrong or suspicious.
 
     Attributes:
-        code: permanent, such as `SW104`; each has a page in the docs.
-        severity: `error` (it cannot be run as planned) or `warning`.
-        path: the leaf, or the rule or axis that it is about.
+        code: a permanent code, such as `SW104`; each has a page in the docs.
+        severity: `error` (it cannot run as planned) or `warning`.
+        path: the leaf, rule or axis that it is about.
         message: the fact, with the numbers.
         help: what to do.
-        context: the shape, spec and mesh, where there are some.
+        context: the shape, spec and mesh, where they apply.
     """
 
     code: str
@@ -99,41 +100,43 @@ class Finding:
 
     @property
     def github(self) -> str:
-        """The finding as an annotation of a GitHub Actions log."""
+        """The finding as a GitHub Actions annotation."""
         return f"::{self.severity} title={_escape(f'{self.code} {self.name}', True)}::{_escape(self.concise)}"
 
 
+@public
 class LayoutError(ValueError):
-    """A layout that has errors was about to be used. `findings` holds them all."""
+    """Raised when a layout with errors is about to be used. `findings` has all of them."""
 
     def __init__(self, findings: Findings):
-        """Keeps the findings and prints them as the message."""
+        """Stores the findings, and makes them the message."""
         super().__init__(str(findings))
         self.findings = findings
 
     def format_message(self) -> str:
         """Returns the count and the first few findings as one sentence, for the command line.
 
-        The name is Click's, whose errors say by it what is printed of them.
+        Click calls the method of this name to print an error.
         """
         found = [*self.findings.errors, *self.findings.warnings]
         groups = [group for code in _by_code(found) for group in subtrees(code)]
-        told = [f"{_subtree(g)}: {g[0].code} {g[0].message}" for g in groups[:_TOLD]]
-        if len(groups) > _TOLD:
-            told.append(f"and {len(found) - sum(map(len, groups[:_TOLD]))} more")
+        listed = [f"{_subtree(g)}: {g[0].code} {g[0].message}" for g in groups[:_LISTED]]
+        if len(groups) > _LISTED:
+            listed.append(f"and {len(found) - sum(map(len, groups[:_LISTED]))} more")
         helps = [f.help for f in found if f.help]
         help_text = f" (help: {helps[0]})" if helps else ""
         counted = f"{count(len(found), 'finding')}: " if len(found) > 1 else ""
-        return f"{counted}{'; '.join(told)}{help_text}"
+        return f"{counted}{'; '.join(listed)}{help_text}"
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Findings(Sequence[Finding]):
-    """Every finding of one check. True when there is any.
+    """The findings of one check. Truthy if there are any.
 
     Attributes:
         items: the findings.
-        allowed: those that were found but allowed.
+        allowed: the findings that `allow` suppressed.
     """
 
     items: tuple[Finding, ...]
@@ -144,7 +147,7 @@ class Findings(Sequence[Finding]):
         return self.items[index]
 
     def __len__(self) -> int:
-        """Returns how many there are."""
+        """Returns the number of findings."""
         return len(self.items)
 
     def __iter__(self) -> Iterator[Finding]:
@@ -153,16 +156,16 @@ class Findings(Sequence[Finding]):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """Those that make the layout unusable."""
+        """The findings that make the layout unusable."""
         return tuple(f for f in self.items if f.severity == ERROR)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """Those that are suspicious only."""
+        """The findings that are only suspicious."""
         return tuple(f for f in self.items if f.severity == WARNING)
 
     def raise_if_errors(self) -> Findings:
-        """Returns itself, or raises a `LayoutError` (a `ValueError`) that holds every error."""
+        """Returns itself, or raises a `LayoutError` (a `ValueError`) with every error."""
         if self.errors:
             raise LayoutError(Findings(self.errors))
         return self
@@ -175,20 +178,21 @@ class Findings(Sequence[Finding]):
         )
 
     def __str__(self) -> str:
-        """Returns them all, those alike but for a layer's number as one.
+        """Returns all findings; those that differ only in a layer's number are shown as one.
 
-        Of a checkpoint that is another model's every array may be one: these are told by subtree.
+        If a checkpoint is of another model, every array may be a finding: these are grouped by
+        subtree.
         """
         blocks = []
         for code in _by_code(self.items):
-            groups = alike(code)
-            if code[0].code in _BY_SUBTREE and len(groups) > _TOLD:
+            groups = group_similar(code)
+            if code[0].code in _BY_SUBTREE and len(groups) > _LISTED:
                 blocks += map(_subtree_text, subtrees(code))
                 continue
             for group in groups:
                 text = str(group[0])
                 if len(group) > 1:
-                    text += f"\n  and {len(group) - 1} more alike, to {group[-1].path}"
+                    text += f"\n  and {len(group) - 1} more like it, up to {group[-1].path}"
                 blocks.append(text)
         return "\n".join([*blocks, self.summary])
 
@@ -196,7 +200,7 @@ class Findings(Sequence[Finding]):
 
     @property
     def summary(self) -> str:
-        """The counts, in words."""
+        """The numbers of errors and warnings, as text."""
         if not self.items:
             text = "no findings"
         else:
@@ -208,14 +212,14 @@ Allow = Mapping[str, str | Sequence[str]]
 
 
 def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
-    """Returns the findings without the allowed ones; an allowance that nothing needs is one itself.
+    """Returns the findings without the allowed ones; an unused allowance is itself a finding.
 
     Args:
         found: the findings.
         allow: path patterns by code: `{"SW105": ["embed.**"]}`.
 
     Raises:
-        ValueError: a code is not known.
+        ValueError: a code is unknown.
     """
     found = list(found)
     patterns = _allowances(allow)
@@ -230,16 +234,21 @@ def sift(found: Iterable[Finding], allow: Allow | None) -> Findings:
     for code, pattern in patterns:
         if (code, pattern) not in needed:
             kept.append(
-                make_finding("SW112", pattern, f"no {code} was found there", "drop the allowance")
+                make_finding(
+                    "SW112",
+                    pattern,
+                    f"{code} is allowed here but not found",
+                    "remove the allowance",
+                )
             )
     return Findings(tuple(kept), tuple(allowed))
 
 
 def allowed_paths(allow: Allow | None, code: str) -> Callable[[str], bool]:
-    """Returns whether a path is one where findings of this code are allowed.
+    """Returns a function that says whether findings of this code are allowed at a path.
 
     Raises:
-        ValueError: a code is not known.
+        ValueError: a code is unknown.
     """
     regexes = [pattern_regex(pattern) for c, pattern in _allowances(allow) if c == code]
     return lambda path: any(r.fullmatch(steps_text(split_path(path))) for r in regexes)
@@ -251,14 +260,14 @@ def _allowances(allow: Allow | None) -> list[tuple[str, str]]:
         raise ValueError(f"allow is a {type(allow).__name__}: {form}")
     name = either("allow", "--allow")
     patterns = []
-    for code, given in (allow or {}).items():
+    for code, value in (allow or {}).items():
         if code not in CODES:
             near = difflib.get_close_matches(code, CODES, n=3, cutoff=0.6) or list(CODES)
-            which = "nearest are" if len(near) < len(CODES) else "they are"
-            raise ValueError(f"{name} names {code!r}, which is no code: {which} {', '.join(near)}")
-        if not isinstance(given, str | list | tuple) or not all(isinstance(p, str) for p in given):
-            raise ValueError(f"allow has {given!r} for {code}: {form}")
-        patterns += [(code, p) for p in ((given,) if isinstance(given, str) else given)]
+            which = "the closest are" if len(near) < len(CODES) else "the codes are"
+            raise ValueError(f"{name} names {code!r}, an unknown code: {which} {', '.join(near)}")
+        if not isinstance(value, str | list | tuple) or not all(isinstance(p, str) for p in value):
+            raise ValueError(f"allow has {value!r} for {code}: {form}")
+        patterns += [(code, p) for p in ((value,) if isinstance(value, str) else value)]
     return patterns
 
 
@@ -267,8 +276,8 @@ def make_finding(code: str, path: str, message: str, help: str = "", context: st
     return Finding(code, CODES[code][1], path, message, help, context)
 
 
-def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Returns findings in groups that are alike to the letter but for a layer's number."""
+def group_similar(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Returns findings in groups that differ only in a layer's number."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         key = tuple(_numberless(text) for text in dataclasses.astuple(finding))
@@ -277,10 +286,10 @@ def alike(findings: Iterable[Finding]) -> list[list[Finding]]:
 
 
 def subtrees(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Returns findings in a few groups, each of one subtree of the arrays' paths."""
+    """Returns findings in a few groups, one per subtree of paths."""
     groups = [list(findings)]
     while True:
-        # The largest that can be divided without there being too many.
+        # Divides the largest group that can be divided without exceeding the limit.
         for group in sorted(groups, key=len, reverse=True):
             depth = len(_shared(group))
             children: dict[Any, list[Finding]] = {}
@@ -288,7 +297,7 @@ def subtrees(findings: Sequence[Finding]) -> list[list[Finding]]:
                 children.setdefault(tuple(split_path(finding.path)[: depth + 1]), []).append(
                     finding
                 )
-            if 1 < len(children) <= _TOLD + 1 - len(groups):
+            if 1 < len(children) <= _LISTED + 1 - len(groups):
                 place = groups.index(group)
                 groups[place : place + 1] = children.values()
                 break
@@ -297,7 +306,7 @@ def subtrees(findings: Sequence[Finding]) -> list[list[Finding]]:
 
 
 def _shared(group: Sequence[Finding]) -> tuple[Any, ...]:
-    """Returns the beginning that the paths have in common."""
+    """Returns the common prefix of the paths."""
     paths = [split_path(finding.path) for finding in group]
     same = itertools.takewhile(lambda steps: len(set(steps)) == 1, zip(*paths, strict=False))
     return tuple(steps[0] for steps in same)
@@ -311,7 +320,7 @@ def _prefix(group: Sequence[Finding]) -> str:
 def _subtree(group: Sequence[Finding]) -> str:
     if len(group) == 1:
         return group[0].path
-    return f"{_prefix(group)} ({len(group)} arrays, first {group[0].path})"
+    return f"{_prefix(group)} ({len(group)} arrays, the first {group[0].path})"
 
 
 def _subtree_text(group: Sequence[Finding]) -> str:
@@ -321,15 +330,15 @@ def _subtree_text(group: Sequence[Finding]) -> str:
     helps = f"\n  help: {first.help}" if first.help else ""
     return (
         f"{first.severity}[{first.code}] {first.name}: {_prefix(group)}\n"
-        f"  {len(group)} arrays, first {first.path}: {first.message}{helps}"
+        f"  {len(group)} arrays, the first {first.path}: {first.message}{helps}"
     )
 
 
 def _by_code(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Returns findings by code and help, in the order in which each comes first."""
+    """Returns findings grouped by code and help, in order of first occurrence."""
     found: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        # Of one subtree is what shares its help too: another optimizer is another cause.
+        # Findings share a subtree only if they share the help: another help is another cause.
         help = finding.help if finding.code in _BY_SUBTREE else ""
         found.setdefault((finding.code, help), []).append(finding)
     return list(found.values())

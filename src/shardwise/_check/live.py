@@ -1,4 +1,4 @@
-"""Planned against live: does every array lie where the layout says?"""
+"""Audits live arrays: is every array sharded as the layout says?"""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from .._base import show_bytes
+from .._base import public, show_bytes
 from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
-from .._nnx import Leaf, array_bytes, keyed_leaves, shape_of, show_path
+from .._nnx import Leaf, array_bytes, keyed_leaves
 from .findings import Allow, Finding, Findings, make_finding, sift
+from .matching import is_alike, match_findings
 
 
+@public
 def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
-    """Returns where live arrays do not lie as planned, weighed in bytes.
+    """Returns the live arrays that are not sharded as planned, with the cost in bytes.
 
     Args:
-        layout: the plan; for an optimizer's state, that of `layout.for_optimizer(tx)`.
+        layout: the planned layout; for an optimizer's state, `layout.for_optimizer(tx)`.
         live: a model, its state, an optimizer's state, or an `nnx.Optimizer`.
-        allow: findings that are meant, by code and path pattern.
+        allow: findings that are intentional, by code and path pattern.
 
     Example:
         >>> import shardwise as sw
@@ -33,88 +35,47 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
         no findings
     """
     if not isinstance(layout, Layout):
-        raise ValueError(f"audit takes a layout first, got a {type(layout).__name__}")
+        raise ValueError(
+            f"audit takes a layout as its first argument, got a {type(layout).__name__}"
+        )
     if isinstance(live, nnx.Optimizer):
         live = live.opt_state
     state = nnx.split(live)[1] if isinstance(live, nnx.Module) else live
     return sift(_findings(layout, dict(keyed_leaves(state))), allow)
 
 
-def structure_findings(
-    layout: Layout,
-    live: dict[tuple, Any],
-    help: str = "make the layout again from this model",
-) -> Iterator[Finding]:
-    """Yields leaves that are missing, unplanned, or of another shape or dtype."""
-    planned = {leaf.keys: leaf for leaf in layout.leaves}
-    for keys, leaf in planned.items():
-        if keys not in live:
-            yield make_finding(
-                "SW202",
-                leaf.path,
-                f"the layout has this leaf of {show_bytes(leaf.bytes)}, the model has not",
-                help,
-            )
-        elif not _alike(leaf, live[keys]):
-            array = live[keys]
-            yield make_finding(
-                "SW204",
-                leaf.path,
-                f"the layout has {leaf.dtype}{list(leaf.shape)}, the model has "
-                f"{shape_of(array).dtype}{list(shape_of(array).shape)}",
-                help,
-            )
-    for keys in live:
-        if keys not in planned:
-            yield make_finding(
-                "SW203",
-                show_path(keys),
-                f"the model has this leaf of {show_bytes(_bytes(live[keys]))}, the layout has not",
-                help,
-            )
-
-
 def _findings(layout: Layout, live: dict[tuple, Any]) -> Iterator[Finding]:
-    yield from structure_findings(layout, live)
+    yield from match_findings(layout, live)
     for leaf in layout.leaves:
         array = live.get(leaf.keys)
         for fault in leaf.faults:
             yield make_finding(fault.code, leaf.path, fault.message, fault.help)
-        if array is None or not _alike(leaf, array) or leaf.faults:
+        if array is None or not is_alike(leaf, array) or leaf.faults:
             continue
         sharding = getattr(array, "sharding", None)
         if sharding is None or not isinstance(array, jax.Array):
             yield make_finding(
                 "SW201",
                 leaf.path,
-                f"planned {show_spec(leaf.spec)}, but its {show_bytes(leaf.bytes)} lie on the host, "
+                f"planned {show_spec(leaf.spec)}, but its {show_bytes(leaf.bytes)} are on the host, "
                 f"as {type(array).__name__}",
                 "place it with sw.shard(model, layout)",
             )
         elif not _as_planned(layout, leaf, sharding):
-            held = array_bytes(sharding.shard_shape(leaf.shape), leaf.dtype)
-            over = held - leaf.shard_bytes
+            resident = array_bytes(sharding.shard_shape(leaf.shape), leaf.dtype)
+            over = resident - leaf.shard_bytes
             cost = f"{show_bytes(abs(over))} {'more' if over > 0 else 'less'} on each device"
             if not over:
-                cost = "as many bytes, but other parts or other devices"
+                cost = "the same number of bytes, but other parts or other devices"
             yield make_finding(
                 "SW201",
                 leaf.path,
-                f"planned {show_spec(leaf.spec)}, lies {_show(sharding)}: "
-                f"{show_bytes(held)} instead of {show_bytes(leaf.shard_bytes)}, {cost}",
+                f"planned {show_spec(leaf.spec)}, but is {_show(sharding)}: "
+                f"{show_bytes(resident)} instead of {show_bytes(leaf.shard_bytes)}, {cost}",
                 "place it with sw.shard(model, layout)",
                 f"shape {leaf.shape}  planned shard {leaf.shard_shape}  "
                 f"live shard {tuple(sharding.shard_shape(leaf.shape))}",
             )
-
-
-def _bytes(array: Any) -> int:
-    return array_bytes(shape_of(array).shape, shape_of(array).dtype)
-
-
-def _alike(leaf: Leaf, array: Any) -> bool:
-    have = shape_of(array)
-    return tuple(have.shape) == leaf.shape and have.dtype == leaf.dtype
 
 
 def _as_planned(layout: Layout, leaf: Leaf, sharding: Any) -> bool:

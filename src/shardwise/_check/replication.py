@@ -1,4 +1,4 @@
-"""What is replicated though it need not be: leaf by leaf, and all small ones together (SW105)."""
+"""Unintentional replication: large leaves one by one, and all small ones together (SW105)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .._nnx import Leaf, array_bytes, show_path
 from .findings import Finding, make_finding
 
 REPLICATED_BYTES = 2**20
-# Of what each device holds. More than the default of fsdp ever leaves.
+# Of what each device holds. Larger than what fsdp leaves replicated by default.
 REPLICATED_SHARE = 0.1
-# Padding a large dim to a multiple of this costs little, and is what matrix units like.
+# Padding a large dim to a multiple of this costs little, and suits matrix units.
 _ROUND = 128
 
 
 class Replication:
-    """Finds what is replicated without having been asked to be, leaf by leaf.
+    """Finds leaves that are replicated, but not intentionally.
 
-    A large leaf gets a finding of its own. What is small, or was left by a strategy as such, gets
-    one for all of it, if it is much of what each device holds.
+    Each large leaf is a finding of its own. All small leaves, and those that a strategy left
+    unsplit as small, share one finding, if they are a large part of what each device holds.
     """
 
     def __init__(self, layout: Layout, threshold: int, allowed: Callable[[str], bool]):
@@ -34,7 +34,7 @@ class Replication:
         self.rest: list[Leaf] = []
 
     def of_leaf(self, leaf: Leaf, context: str) -> Iterator[Finding]:
-        """Yields the finding of one leaf whose spec has no faults, or keeps it for the rest."""
+        """Yields the finding for a leaf whose spec has no faults, or adds the leaf to the rest."""
         if leaf.intentional or self.devices == 1 or not (leaf.is_replicated or leaf.left):
             return
         if leaf.left == "small" or leaf.shard_bytes < self.threshold:
@@ -43,27 +43,27 @@ class Replication:
         spec = _better(leaf) if leaf.is_replicated else None
         if spec is not None:
             left = array_bytes(shard_shape(leaf.shape, spec, leaf.sizes), leaf.dtype)
-            help_text = f"{show_spec(spec)} would leave {show_bytes(left)} on each"
+            help_text = f"{show_spec(spec)} would leave {show_bytes(left)} on each device"
             why = ""
         else:
             axis, size = _largest_free_axis(leaf)
             help_text = _padding(leaf, size)
-            why = f"; no free dim divides {size} ways over axis {axis!r}"
+            why = f"; no free dim is divisible by {size}, the size of axis {axis!r}"
         yield make_finding(
             "SW105",
             leaf.path,
             f"{self._where(leaf)}: {100 * leaf.bytes / self.total:.1f}% of the model's "
-            f"{show_bytes(self.total)}, and {self._copies(leaf)} of copies{why}",
+            f"{show_bytes(self.total)}, and {self._copies(leaf)} of extra copies{why}",
             f"{help_text}; {allowing(leaf.path)} if replication is intentional",
             f"{context}  ({leaf.reason})",
         )
 
     def of_the_rest(self) -> Iterator[Finding]:
-        """Yields the one finding of all small leaves together, if they are much."""
+        """Yields one finding for all small leaves together, if they are large in total."""
         if not self._much(self.rest):
             return
         for leaf in self.rest:
-            if self.allowed(leaf.path):  # and so it is needed, and no longer counted
+            if self.allowed(leaf.path):  # the allowance is used, and the leaf no longer counts
                 yield make_finding("SW105", leaf.path, f"{self._where(leaf)}")
         rest = [leaf for leaf in self.rest if not self.allowed(leaf.path)]
         if not self._much(rest):
@@ -73,8 +73,8 @@ class Replication:
         yield make_finding(
             "SW105",
             "**",
-            f"{count(len(rest), 'small leaf', 'small leaves')} replicated, "
-            f"{show_bytes(size)} in all: {100 * share:.1f}% of the "
+            f"{count(len(rest), 'small replicated leaf', 'small replicated leaves')}, "
+            f"{show_bytes(size)} in total: {100 * share:.1f}% of the "
             f"{show_bytes(self.layout.bytes_per_device)} on each of {self.devices} devices",
             f"{self._split_all(rest)}; {allowing('**')} or their paths if replication is "
             f"intentional",
@@ -93,16 +93,16 @@ class Replication:
             dims = divisible_dims(leaf.shape, taken, ways, skip=leaf.stacked)
             left += leaf.shard_bytes // (ways if dims else 1)
         if left == sum(leaf.shard_bytes for leaf in leaves):
-            return f"no dim of theirs divides {ways} ways: pad them, or use another mesh"
+            return f"none of their dims is divisible by {ways}: pad them, or use another mesh"
         small = any(leaf.left == "small" for leaf in leaves)
         how = either(
             f"sw.fsdp({axis!r}{', min_bytes=0' if small else ''})",
             "--min-bytes 0" if small else "--strategy fsdp",
         )
-        return f"{how} would leave {show_bytes(left)} on each"
+        return f"{how} would leave {show_bytes(left)} on each device"
 
     def _fsdp_axis(self) -> tuple[str, int]:
-        """Returns the axis that fsdp uses here, would use by its name, or else the largest."""
+        """Returns the axis that fsdp uses in this layout, or would use, or else the largest."""
         sizes = {axis: size for axis, size in self.layout.mesh.shape.items() if size > 1}
         used = [axis for leaf in self.layout.leaves for axis in sorted(leaf.gathered)]
         for axis in (*used, *FSDP_AXES):
@@ -139,7 +139,7 @@ def _largest_free_axis(leaf: Leaf) -> tuple[str, int]:
 
 
 def _padding(leaf: Leaf, ways: int) -> str:
-    """Returns help for a leaf of which no free dim divides `ways` ways."""
+    """Returns help for a leaf without a free dim that is divisible by `ways`."""
     taken = padded(leaf.spec, leaf.ndim)
     free = [d for d in range(leaf.ndim) if not taken[d] and d not in leaf.stacked]
     if not free:
@@ -158,20 +158,20 @@ def _padding(leaf: Leaf, ways: int) -> str:
 
 
 def _largest(leaves: Sequence[Leaf]) -> str:
-    """Returns the three largest, layers alike as one."""
+    """Returns the three largest, with identical layers as one."""
     groups: dict[tuple[str, int], list[Leaf]] = {}
     for leaf in leaves:
-        alike = show_path(tuple("\0" if isinstance(k, int) else k for k in leaf.keys))
-        groups.setdefault((alike, leaf.shard_bytes), []).append(leaf)
+        numberless = show_path(tuple("\0" if isinstance(k, int) else k for k in leaf.keys))
+        groups.setdefault((numberless, leaf.shard_bytes), []).append(leaf)
     ordered = sorted(groups.values(), key=lambda g: -sum(leaf.shard_bytes for leaf in g))
-    told = [
+    listed = [
         f"{fold_paths([leaf.keys for leaf in group])} "
         f"({show_bytes(sum(leaf.shard_bytes for leaf in group))})"
         for group in ordered[:3]
     ]
-    return ", ".join(told) + (", …" if len(ordered) > 3 else "")
+    return ", ".join(listed) + (", …" if len(ordered) > 3 else "")
 
 
 def allowing(pattern: str) -> str:
-    """Returns how SW105 is allowed for the paths of a pattern."""
+    """Returns how to allow SW105 for the paths that match a pattern."""
     return either(f"allow={{'SW105': {pattern!r}}}", f"--allow 'SW105:{pattern}'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import operator
 import re
 import shutil
@@ -17,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base import public
 from .._check import Allow
 from .._layout import Layout, key_impl
 from .._mesh import show_mesh
 from .._nnx import Recipe
-from .._place import own_mesh, put_anywhere, require_devices, wrap_keys
+from .._place import own_mesh, put_anywhere, require_mesh, wrap_keys
 from .._processes import exchange
 from .._step import Blueprint, NotFinite, TrainState, make_blueprint, named_arrays, show_array
 from . import digest_v1
@@ -36,10 +38,12 @@ if TYPE_CHECKING:
 _DELETED = ".deleted-"
 
 
+@public
 class CheckpointError(ValueError):
     """A checkpoint could not be written or read; other steps are as they were."""
 
 
+@public
 class Checkpoints:
     """The checkpoints of one run, in one directory, one numbered directory for each step.
 
@@ -286,8 +290,17 @@ class Checkpoints:
             LayoutError: the checkpoint is not of this recipe; no array was read.
             CheckpointError: there is none, or it is damaged.
         """
-        blueprint = make_blueprint(recipe, layout)
-        require_devices(blueprint.layout)
+        return self.restore_onto(make_blueprint(recipe, layout), step=step)
+
+    def restore_onto(self, blueprint: Blueprint, *, step: int | None = None) -> TrainState:
+        """Returns the state of a step as `restore` does, for a step that exists already.
+
+        Args:
+            blueprint: what the step is built from, `step.blueprint`: nothing is traced or checked
+                again.
+            step: the step; the newest without.
+        """
+        require_mesh(blueprint.layout)
         step = self._pick(step)
         about = self.about(step)
         flight_check(blueprint, about).findings.raise_if_errors()
@@ -413,8 +426,22 @@ class Checkpoints:
             raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
 
 
+_ERRNO = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk is full",
+    errno.EROFS: "the file system is read-only",
+    errno.EACCES: "permission denied",
+    errno.ENOTDIR: "a part of the path is a file",
+    errno.EEXIST: "a part of the path is a file",
+}
+
+
 def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno in _ERRNO:
+        return _ERRNO[error.errno]
     text = " ".join(str(error).split())
+    # TensorStore raises a ValueError for all of these, with neither a status nor a number of the
+    # system's: only its words tell them apart.
     known = {
         "No space left": "the disk is full",
         "Read-only file system": "the file system is read-only",

@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
+from .._jax import commit_future
 from .step_files import write_sizes
 
 # Small enough that a process which needs part of a chunk reads little more than its part.
@@ -42,7 +42,7 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
                 for name, text in texts.items():
                     (directory / name).write_text(text)
 
-        return [CommitFutureAwaitingContractedSignals(write(), name="files")]
+        return [commit_future()(write(), name="files")]
 
     def save(self, directory: Any, args: FilesSave) -> None:
         """Writes the files at once."""
@@ -114,6 +114,7 @@ class Writer:
 
     def __init__(self) -> None:
         """Starts no thread before the first save."""
+        commit_future()  # were it not there, that is said before anything is written
         handler = StepHandler(
             # Trained weights hardly compress, and compressing them takes most of a save.
             state=ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),

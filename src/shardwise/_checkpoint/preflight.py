@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, show_bytes
+from .._base import count, public, show_bytes
 from .._check import Allow, Finding, Findings, make_finding, sift
 from .._mesh import normal_spec, parse_spec, show_mesh, show_spec
 from .._step import Blueprint, named_arrays, show_array
@@ -23,6 +23,7 @@ _HELP_OPTIMIZER = (
 )
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Preflight:
     """What a restore would find, from metadata alone. Made by `Checkpoints.preflight`.

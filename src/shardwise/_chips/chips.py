@@ -15,15 +15,15 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a compiler must know of a GPU, beyond what `Chip` says.
+    """What a compiler must know about a GPU, in addition to `Chip`.
 
     Attributes:
-        capability: CUDA's compute capability, such as (9, 0).
-        cores: streaming multiprocessors.
-        clock_ghz: of the cores.
-        fpus_per_core: float32 units of one core.
-        l2_bytes: of the second-level cache.
-        shared_bytes: shared memory of one core.
+        capability: CUDA compute capability, such as (9, 0).
+        cores: number of streaming multiprocessors.
+        clock_ghz: clock rate of the cores.
+        fpus_per_core: float32 units per core.
+        l2_bytes: size of the L2 cache.
+        shared_bytes: shared memory per core.
     """
 
     capability: tuple[int, int]
@@ -36,23 +36,23 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """What a datasheet, or the compiler, says of one accelerator chip.
+    """Facts about one accelerator chip, from its datasheet or from the compiler.
 
     Attributes:
         name: the name used in `on="v5p:4x8x8"`.
         platform: `tpu` or `gpu`.
-        kind: what JAX calls such a device.
-        dims: how many numbers its topology has (TPU torus axes; 2 for hosts x GPUs).
+        kind: the device kind that JAX reports.
+        dims: how many sizes its topology has (TPU torus axes; 2 for hosts x GPUs).
         hbm_bytes: memory of one chip.
-        capacity_bytes: what of it a program on one JAX device can use: what the TPU compiler
+        capacity_bytes: the memory that a program on one JAX device can use: what the TPU compiler
             exposes, or what the GPU's driver reports.
         hbm_bytes_per_second: bandwidth of that memory.
         bf16_flops_per_second: peak dense bfloat16 rate of one chip.
-        link_bytes_per_second: one way, of one link (TPU) or of all NVLink egress (GPU).
-        network_bytes_per_second: per chip, between hosts or slices.
-        devices_per_chip: JAX devices on one chip.
+        link_bytes_per_second: one-way bandwidth, of one link (TPU) or of all NVLinks (GPU).
+        network_bytes_per_second: bandwidth per chip between hosts or slices.
+        devices_per_chip: JAX devices per chip.
         source: where the figures come from.
-        gpu: more, for a GPU.
+        gpu: further facts about a GPU.
     """
 
     name: str
@@ -78,8 +78,8 @@ def _gpu(
     name: str, hbm: float, capacity: int, rates: tuple[float, float, float, float], gpu: Gpu
 ) -> Chip:
     kind = f"NVIDIA {name.upper()}"
-    told = "read off a real one" if name == "h200" else "what drivers leave of it, estimated"
-    source = f"NVIDIA datasheet; capacity: {told}"
+    capacity_source = "measured on a real one" if name == "h200" else "estimated, net of the driver"
+    source = f"NVIDIA datasheet; capacity: {capacity_source}"
     return Chip(name, "gpu", kind, 2, hbm, capacity, *rates, 1, source, gpu)
 
 
@@ -123,10 +123,10 @@ CHIPS: dict[str, Chip] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chips:
-    """Chips that need not be here: a chip and how many of them, by topology.
+    """A number of chips in a topology, which need not be present on this machine.
 
-    It is the `abstract_device` of the mesh that `sw.mesh` makes of it, so that it goes wherever
-    the mesh goes, and JAX lowers for its platform.
+    It is the `abstract_device` of the mesh that `sw.mesh` makes from it, so it travels with the
+    mesh, and JAX lowers for its platform.
     """
 
     chip: Chip
@@ -134,12 +134,12 @@ class Chips:
 
     @property
     def device_count(self) -> int:
-        """How many JAX devices these chips are."""
+        """How many JAX devices these chips have."""
         return math.prod(self.topology) * self.chip.devices_per_chip
 
     @property
     def device_kind(self) -> str:
-        """What JAX calls such a device."""
+        """The device kind that JAX reports."""
         return self.chip.kind
 
     @property
@@ -167,19 +167,19 @@ class Chips:
 
 
 def parse_chips(text: str) -> Chips:
-    """Returns the target that `text` (`"v5p:4x8x8"`, `"h200:8x8"`) names.
+    """Returns the chips that `text` (`"v5p:4x8x8"`, `"h200:8x8"`) names.
 
     Raises:
-        ValueError: the chip is unknown or the topology is not one of its kind.
+        ValueError: the chip is unknown, or does not come in this topology.
     """
     name, colon, sizes = text.partition(":")
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
         near = difflib.get_close_matches(name.strip().lower(), CHIPS, n=2, cutoff=0.6)
-        hint = f" (near ones: {', '.join(near)})" if near else ""
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ValueError(
-            f"{option('on', text)} names no chip that is known{hint}: use "
-            f"{either('None', 'here')} (the devices that are here), 'cpu:N', 'none', or one of "
+            f"{option('on', text)} does not name a known chip{hint}: use "
+            f"{either('None', 'here')} (the devices of this machine), 'cpu:N', 'none', or one of "
             f"{', '.join(CHIPS)} with its topology, such as 'v5p:4x8x8'"
         )
     like = "x".join("8" if chip.platform == "gpu" else "4" for _ in range(chip.dims))
@@ -192,7 +192,7 @@ def parse_chips(text: str) -> Chips:
         )
     if any(len(part) > 9 for part in parts):
         raise ValueError(
-            f"{option('on', text)} names more than {MOST_DEVICES:,} devices, the most there may be"
+            f"{option('on', text)} names more devices than the limit of {MOST_DEVICES:,}"
         )
     topology = tuple(int(p) for p in parts)
     if chip.platform == "gpu" and len(topology) == 1:
@@ -208,26 +208,26 @@ def parse_chips(text: str) -> Chips:
 
 MOST_DEVICES = 2**31
 _GPUS_PER_HOST = 8
-# Cloud TPU's slices, by its documentation: these, and for a 3D torus every A <= B <= C of whole
-# cubes of 4x4x4 chips, up to the most chips that one job can have.
+# The slices that Cloud TPU documents: these, and for a 3D torus every A <= B <= C of multiples of
+# 4, up to the largest number of chips that one job can have.
 _SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _SLICES_3D = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 _MOST_CHIPS = {"v4": 4096, "v5e": 256, "v5p": 6144, "v6e": 256, "tpu7x": 9216}
 
 
 def _require_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
-    """Raises if there are no such machines."""
+    """Raises a ValueError if no machine has this topology."""
     if chip.platform == "gpu":
         hosts, gpus = topology
         if gpus > _GPUS_PER_HOST:
             more = -(-hosts * gpus // _GPUS_PER_HOST)
             raise ValueError(
-                f"{option('on', text)} has {gpus} GPUs in a host, but a host of {chip.name} has at most "
+                f"{option('on', text)} has {gpus} GPUs per host, but a host of {chip.name} has at most "
                 f"{_GPUS_PER_HOST}: write hosts x GPUs, such as '{chip.name}:{more}x{_GPUS_PER_HOST}'"
             )
         if hosts * gpus > MOST_DEVICES:
             raise ValueError(
-                f"{option('on', text)} names more than {MOST_DEVICES:,} devices, the most there may be"
+                f"{option('on', text)} names more devices than the limit of {MOST_DEVICES:,}"
             )
         return
     slices, most = tpu_slices(chip.name), _MOST_CHIPS[chip.name]
@@ -239,17 +239,17 @@ def _require_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
     if chips > most:
         raise ValueError(
             f"{option('on', text)} has {chips:,} chips, but one slice of {chip.name} has at most {most:,}, "
-            f"and several slices cannot be described: nearest are {shown}; 'none' plans for any "
+            f"and multiple slices are not supported: the nearest are {shown}; 'none' plans for any "
             f"number of devices"
         )
     raise ValueError(
-        f"{option('on', text)} is not a slice of {chip.name} that exists: nearest are {shown}"
+        f"{option('on', text)} is not a slice that {chip.name} comes in: the nearest are {shown}"
     )
 
 
 @functools.cache
 def tpu_slices(name: str) -> tuple[tuple[int, ...], ...]:
-    """Returns every topology of a TPU that can be had, the smallest first."""
+    """Returns every topology that a TPU comes in, smallest first."""
     if CHIPS[name].dims == 2:
         return _SLICES_2D
     most = _MOST_CHIPS[name]
@@ -263,6 +263,6 @@ def tpu_slices(name: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
-    """Returns how far apart two topologies are, whatever the order of their sizes."""
+    """Returns how far apart two topologies are, regardless of the order of their sizes."""
     pairs = zip(sorted(one), sorted(other), strict=True)
     return sum(abs(math.log(a / b)) for a, b in pairs)

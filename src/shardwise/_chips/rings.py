@@ -1,15 +1,16 @@
-"""What a collective costs: bytes that one device sends, under the ring model.
+"""What a collective costs: the bytes that one device sends, under the ring model.
 
-The model: an all-reduce is a reduce-scatter and an all-gather around a ring, each of n-1 steps of
-one n-th; an all-to-all sends every other device its part straight; a permute and a broadcast send
-the value once. Real networks and compilers do better or worse: these figures are modelled.
+The model: an all-reduce is a reduce-scatter and an all-gather around a ring, each of n-1 steps
+that send one n-th; an all-to-all sends every other device its part directly; a permute and a
+broadcast send the value once. Real networks and compilers do better or worse: these figures are
+modelled.
 """
 
 from __future__ import annotations
 
 MODEL = (
-    "ring model, of the operand: psum, pmax and pmin send 2(n-1)/n, psum_scatter and all_to_all "
-    "(n-1)/n, all_gather n-1 times it, ppermute once"
+    "ring model, in multiples of the operand: psum, pmax and pmin send 2(n-1)/n, psum_scatter and "
+    "all_to_all (n-1)/n, all_gather n-1, ppermute 1"
 )
 
 
@@ -19,8 +20,8 @@ def sent_bytes(kind: str, local_bytes: int, devices: int) -> int:
     Args:
         kind: `psum`, `pmax`, `pmin`, `all_gather`, `psum_scatter`, `all_to_all`, `ppermute` or
             `pbroadcast`.
-        local_bytes: of the operand on one device.
-        devices: how many take part.
+        local_bytes: bytes of the operand on one device.
+        devices: the number of participating devices.
     """
     if devices == 1:
         return 0

@@ -16,7 +16,7 @@ import typer
 
 from .._base import claim_stdout, working
 from .complete import complete_devices, complete_policy, complete_strategy, complete_target
-from .help import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
+from .help_text import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
 
 if TYPE_CHECKING:
     from .._compile import Compiled, Plan
@@ -213,7 +213,7 @@ def _lay_out(
 
     from .._layout import layout
     from .._nnx import Recipe
-    from .named import is_named, named_recipe, parse_batch, with_batch
+    from .published import is_named, named_recipe, parse_batch, with_batch
     from .rules_file import read_rules
     from .target import contained, load_target, parse_inputs
 
@@ -286,13 +286,12 @@ def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | Non
 
 
 def _make_mesh(mesh: str, on: str) -> Any:
-    from .._compile import captured_stderr
+    from .._compile import start_backends
     from .._mesh import mesh as make_mesh
 
     if on == "here":
-        # JAX logs at length about each accelerator that is absent; `shardwise doctor` needs a line.
-        with captured_stderr():
-            return make_mesh(mesh)
+        start_backends()
+        return make_mesh(mesh)
     return make_mesh(mesh, on=on)
 
 

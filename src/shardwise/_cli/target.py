@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._base import at_line_of
+from .._base import add_folder, at_line_of, beside, is_users, load_file, shadowed
 from .._nnx import Recipe
 
 _FORM = "write path/to/file.py:name or package.module:name"
@@ -164,11 +163,13 @@ def _parse_tree(tree: Any, text: str) -> Any:
 
 def _parse_array(written: str, text: str) -> jax.ShapeDtypeStruct:
     match = re.fullmatch(r"\s*(\w+)\[\s*((?:\d+\s*(?:,\s*\d+\s*)*)?)\]\s*", written, re.ASCII)
+    wrong = ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}")
+    if match is None:
+        raise wrong
     try:
-        assert match is not None
         dtype = jnp.dtype(match[1])
-    except (AssertionError, TypeError):
-        raise ValueError(f"--inputs {text!r} has {written.strip()!r}: {_SHAPES}") from None
+    except TypeError:
+        raise wrong from None
     sizes = [size.strip() for size in match[2].split(",") if size.strip()]
     if any(len(size) > 12 for size in sizes) or math.prod(map(int, sizes)) >= 2**53:
         raise ValueError(f"--inputs {text!r} has {written.strip()!r}: no array is that large")
@@ -183,37 +184,67 @@ def _load_file(place: str) -> ModuleType:
         raise ValueError(f"target file {place} is a folder: {_FORM}")
     if not path.is_file():
         raise ValueError(f"target file {place} does not exist")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
     try:
-        spec.loader.exec_module(module)
+        module = load_file(place)
     except Exception as error:
-        raise ValueError(_failed(place, error)) from error
+        raise ValueError(_failed(place, error, str(path.parent))) from error
+    _tell_shadowed(str(path.parent))
     return module
 
 
 def _load_module(place: str) -> ModuleType:
     if not all(step.isidentifier() for step in place.split(".")):
         raise ValueError(f"target module {place!r} is not the name of a module: {_FORM}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    add_folder(os.getcwd())
     try:
-        return importlib.import_module(place)
+        module = importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name and (place == error.name or place.startswith(f"{error.name}.")):
             raise ValueError(
                 f"target module {place} does not exist (looked in the current folder and among "
                 f"installed packages); a file is named as path/to/file.py:name"
             ) from error
-        raise ValueError(_failed(place, error)) from error
+        raise ValueError(_failed(place, error, os.getcwd())) from error
     except Exception as error:
-        raise ValueError(_failed(place, error)) from error
+        raise ValueError(_failed(place, error, os.getcwd())) from error
+    first = place.partition(".")[0]
+    here, found = beside(os.getcwd(), first), getattr(sys.modules[first], "__file__", None)
+    if here is not None and found is not None and not os.path.samefile(here, found):
+        print(
+            f"note: {first} is the module {found}, not {os.path.relpath(here)}: "
+            f"write path/to/file.py:name for a file",
+            file=sys.stderr,
+        )
+    _tell_shadowed(os.getcwd())
+    return module
 
 
-def _failed(place: str, error: BaseException) -> str:
-    return f"importing {place} failed: {type(error).__name__}: {error}{at_line_of(error)}"
+def _failed(place: str, error: BaseException, folder: str) -> str:
+    text = f"importing {place} failed: {type(error).__name__}: {error}{at_line_of(error)}"
+    return "; ".join([text, *_shadowed(folder)])
+
+
+def _tell_shadowed(folder: str) -> None:
+    """Says which modules beside a target were passed over.
+
+    Raises:
+        ValueError: for those of another target, so that this one would be built of its parts.
+    """
+    for sentence, found in _shadowed(folder).items():
+        if is_users(found):
+            raise ValueError(sentence)
+        print(f"note: {sentence}", file=sys.stderr)
+
+
+def _shadowed(folder: str) -> dict[str, str]:
+    """Returns a sentence for each module beside a target whose name another has, and that one."""
+    told: dict[str, str] = {}
+    for file, passed_over, found in shadowed(folder):
+        name = os.path.relpath(passed_over, os.path.realpath(folder)).split(os.sep)[0]
+        module = name.partition(".")[0]
+        sentence = (
+            f"{os.path.basename(file)} imports {module}, which is {found}, not {name} beside it: "
+            f"rename {name} if that one is wanted"
+        )
+        told.setdefault(sentence, found)
+    return told

@@ -5,11 +5,11 @@ from .budget import assert_budget as assert_budget
 from .compare import CompiledDiff as CompiledDiff
 from .compare import diff as diff
 from .compilation import compile as compile
-from .compiled import Compiled as Compiled
-from .compiled import Part as Part
 from .plan import Plan as Plan
 from .plan import plan_of as plan_of
+from .result import Compiled as Compiled
+from .result import Part as Part
 from .saved import load_compiled as load_compiled
 from .toolchain import CompileError as CompileError
-from .toolchain import captured_stderr as captured_stderr
 from .toolchain import find_compiler as find_compiler
+from .toolchain import start_backends as start_backends

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._base import show_bytes, show_flops
-from .compiled import Compiled, show_not_counted
+from .._base import public, show_bytes, show_flops
 from .hlo import OTHER, Collective
+from .result import Compiled, show_not_counted
 
 
+@public
 class BudgetExceeded(AssertionError):
     """A compiled step costs more than its budget."""
 
 
+@public
 def assert_budget(
     compiled: Compiled,
     *,
@@ -49,7 +51,7 @@ def assert_budget(
         >>> sw.assert_budget(compiled, peak_bytes=100_000, collectives={"data": {"all-reduce": 1}})
         >>> sw.assert_budget(compiled, flops=1000)
         Traceback (most recent call last):
-        shardwise._budget.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), over its budget of 1 kFLOP by 64,536
+        shardwise.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), over its budget of 1 kFLOP by 64,536
     """
     wrong = [*_memory(compiled, peak_bytes, temporaries_bytes)]
     found = compiled.by_axis

@@ -6,12 +6,13 @@ import dataclasses
 from collections import Counter
 from typing import Any, overload
 
-from .._base import show_bytes, show_flops
+from .._base import public, show_bytes, show_flops
 from .._layout import Layout, LayoutDiff, diff_layouts
-from .compiled import Compiled
 from .hlo import Collective
+from .result import Compiled
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledDiff:
     """The differences between two compilations. It is true if there are any.
@@ -67,6 +68,7 @@ def _show(row: Collective, count: int) -> str:
 def diff(old: Layout, new: Layout) -> LayoutDiff: ...
 @overload
 def diff(old: Compiled, new: Compiled) -> CompiledDiff: ...
+@public
 def diff(old: Any, new: Any) -> LayoutDiff | CompiledDiff:
     """Returns the differences between two layouts, or between two compilations.
 

@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
-from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
+from .._base import public
 from .._check import Findings
 from .._chips import Chips
+from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
-from .compiled import Compiled, Memory
 from .findings import Facts, compile_findings
 from .hlo import (
     EDGES,
@@ -29,9 +29,11 @@ from .hlo import (
     work_of,
 )
 from .job import Job, job_of, traced
-from .toolchain import Program, absent_mesh, captured_stderr, compile_absent, compile_here
+from .result import Compiled, Memory
+from .toolchain import Program, absent_mesh, compile_absent, compile_here, start_backends
 
 
+@public
 def compile(
     recipe: Recipe | Callable[[], nnx.Module] | nnx.Module,
     layout: Layout,
@@ -114,7 +116,7 @@ def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
 
 def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Program:
     lowered = _lowered(job, chips)
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    module = module_bytes(lowered.compiler_ir("stablehlo"))
     same = _without_callers(lowered.as_text(debug_info=True))
     options = job.options if chips is not None else {}
     return compile_absent(module, chips, mesh.shape, options, same, show=show)
@@ -123,16 +125,14 @@ def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Pr
 def _lowered(job: Job, chips: Chips | None) -> Any:
     platforms = {"gpu": "cuda", "tpu": "tpu"}
     platform = platforms[chips.platform] if chips is not None else "cpu"
-    # Tracing may start JAX's backends: if the compilers are installed and no accelerator is
-    # present, they print that they find none, as expected.
-    with captured_stderr():
-        stepped = traced(job)
-        try:
-            return stepped.lower(lowering_platforms=(platform,))
-        except ValueError as error:
-            if "require devices to be present" in str(error):
-                raise _NeedsDevices from error
-            raise
+    start_backends()  # quietly, but what the user's code prints during tracing is kept
+    stepped = traced(job)
+    try:
+        return stepped.lower(lowering_platforms=(platform,))
+    except ValueError as error:
+        if needs_devices(opened(stepped.jaxpr)[0]):
+            raise _NeedsDevices from error
+        raise
 
 
 def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:

@@ -16,7 +16,6 @@ from .._check import Finding, make_finding
 from .._layout import Layout
 from .._mesh import make_spec, padded, show_mesh, show_spec
 from .._step import data_axes
-from .compiled import Compiled
 from .hlo import (
     OTHER,
     Collective,
@@ -29,6 +28,7 @@ from .hlo import (
     replica_groups,
     source_of,
 )
+from .result import Compiled
 
 # Collectives that the program calls itself, as opposed to those the compiler inserts.
 _ASKED_FOR = (
@@ -90,7 +90,8 @@ def _does_not_fit(compiled: Compiled, facts: Facts, replicated: list[Finding]) -
 
 
 def _advice(compiled: Compiled, facts: Facts, replicated: list[Finding]) -> Iterator[str]:
-    assert (memory := compiled.memory) is not None
+    memory = compiled.memory
+    assert memory is not None
     capacity = memory.capacity or 0
     if replicated:
         yield f"keep the batch split at {replicated[0].path} (SW302), with a sharding constraint there"

@@ -14,10 +14,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._base import is_users
-from .._check import LayoutError, check
+from .._check import LayoutError, check, matched
 from .._jax import quick_tracing
 from .._layout import Layout, Method, call_arguments, method_of
-from .._nnx import Recipe, abstract_model, array_bytes, keyed_leaves, show_path
+from .._nnx import Recipe, abstract_model, array_bytes
 from .._step import (
     Blueprint,
     data_axes,
@@ -61,7 +61,7 @@ def _training_job(recipe: Recipe, layout: Layout) -> Job:
         options=blueprint.compiler_options,
         layout=blueprint.layout,
         batch=batch,
-        paths=tuple(module_paths(abstract_model(recipe.model, layout.mesh).modules[()])),
+        paths=tuple(module_paths(blueprint.model.modules[()])),
         parameters_bytes=shard_bytes(blueprint.abstract.model),
         optimizer_bytes=shard_bytes((blueprint.abstract.optimizer, blueprint.abstract.ema)),
         batch_bytes=shard_bytes(batch),
@@ -108,16 +108,7 @@ def _forward_job(model: Any, layout: Layout, inputs: Any, method: Method) -> Job
         )
     check(layout).raise_if_errors()
     abstract = abstract_model(model, layout.mesh)
-    leaves = {leaf.keys: leaf for leaf in layout.leaves}
-    keyed = keyed_leaves(abstract.state)
-    missing = [show_path(keys) for keys, _ in keyed if keys not in leaves]
-    if missing:
-        raise ValueError(f"the layout belongs to another model: it has no {missing[0]}")
-    own = dataclasses.replace(
-        layout,
-        leaves=tuple(leaves[keys] for keys, _ in keyed),
-        treedef=jax.tree.structure(abstract.state),
-    )
+    own = matched(layout, abstract.state)
     flat, treedef = jax.tree.flatten(call_arguments(inputs))
     placed = [_placed(x, own) for x in flat if _is_array(x)]
     # Arguments that are not arrays, such as train=True, are passed unchanged.

@@ -12,8 +12,8 @@ from .._layout import Layout
 from .._mesh import chips_of
 from .._nnx import Recipe
 from .._step import make_blueprint
-from .compiled import Compiled, Part
 from .job import shard_bytes
+from .result import Compiled, Part
 
 
 @dataclasses.dataclass(frozen=True)

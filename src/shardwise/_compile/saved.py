@@ -9,14 +9,16 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from .._base import public
 from .._check import Finding, Findings
-from .compiled import FORMAT, Compiled, Memory
 from .hlo import Buffer, Collective, Source
+from .result import FORMAT, Compiled, Memory
 
 T = TypeVar("T")
 _RENAMED = {"target": "chips"}
 
 
+@public
 def load_compiled(path: str | os.PathLike[str]) -> Compiled:
     """Returns the compilation that `Compiled.save` wrote, without its program.
 

@@ -1,22 +1,23 @@
-"""What every walk over a jaxpr needs, whatever the version of JAX."""
+"""Helpers for walking jaxprs, independent of the version of JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr
+from jax.core import eval_jaxpr
 
 from .._base import users_line
+from .private import equation_frames, open_jaxpr
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Returns a jaxpr and its constants; in newer JAX an open and a closed one are one class."""
+    """Returns a jaxpr and its constants; newer JAX has one class for open and closed jaxprs."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def is_literal(atom: Any) -> bool:
-    """Returns whether an operand is a constant in place."""
+    """Returns whether an operand is a literal."""
     return hasattr(atom, "val")
 
 
@@ -33,10 +34,16 @@ def sub_jaxprs(eqn: Any) -> Iterator[Any]:
                 yield item
 
 
-def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Jaxpr:
-    """Returns the part of a jaxpr that these equations are."""
+def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]) -> Any:
+    """Returns the part of a jaxpr that consists of these equations."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return Jaxpr([], invars, outvars, eqns, effects, jaxpr.debug_info.with_unknown_names())
+    return open_jaxpr(invars, outvars, eqns, effects, jaxpr)
+
+
+def jaxpr_as_fun(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Returns the function that a jaxpr is, open or closed."""
+    program, consts = opened(jaxpr)
+    return lambda *args: eval_jaxpr(program, consts, *args)
 
 
 def call_jaxpr(eqn: Any) -> Any:
@@ -55,7 +62,7 @@ def call_jaxpr(eqn: Any) -> Any:
 def scan_parts(eqn: Any) -> tuple[int, int]:
     """Returns how many operands of a scan are constants, and how many are carried.
 
-    They are told by ranks alone, since the parameters that say so differ between versions of JAX.
+    They are counted by rank alone, since the parameters that say so differ between JAX versions.
     """
     body, _ = opened(eqn.params["jaxpr"])
     kept = sum(
@@ -70,7 +77,5 @@ def scan_parts(eqn: Any) -> tuple[int, int]:
 
 
 def user_line(eqn: Any) -> str:
-    """Returns `file.py:12`, the innermost line of the user's that an equation came from."""
-    stack = eqn.source_info.traceback
-    frames = stack.frames if stack is not None else ()
-    return users_line((frame.file_name, frame.line_num) for frame in frames)
+    """Returns `file.py:12`, the innermost user line that an equation comes from."""
+    return users_line(equation_frames(eqn))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 from jax.core import Tracer
+
+from .private import tracer_searches
 
 _LOCK = threading.Lock()
 _inside = 0
@@ -27,7 +29,7 @@ def quick_tracing() -> Iterator[None]:
     global _inside, _original
     with _LOCK:
         _inside += 1
-        if _inside == 1 and _explains():
+        if _inside == 1 and tracer_searches():
             _original = Tracer.sharding
             Tracer.sharding = property(_no_sharding)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -41,11 +43,5 @@ def quick_tracing() -> Iterator[None]:
 
 
 def _no_sharding(tracer: Tracer) -> Any:
-    raise AttributeError(f"The 'sharding' attribute is not available on {tracer._error_repr()}.")
-
-
-def _explains() -> bool:
-    """Says whether this version of JAX searches for a tracer's origin."""
-    found = inspect.getattr_static(Tracer, "sharding", None)
-    names = found.fget.__code__.co_names if isinstance(found, property) and found.fget else ()
-    return "_origin_msg" in names
+    what = f"traced array of type {jax.typeof(tracer)}"
+    raise AttributeError(f"The 'sharding' attribute is not available on {what}.")

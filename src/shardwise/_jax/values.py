@@ -1,4 +1,4 @@
-"""A user's values in sentences: shapes and dtypes, never the contents of an array."""
+"""User values in messages: shapes and dtypes, never the contents of an array."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def show_value(value: Any, limit: int = LIMIT) -> str:
 
     Args:
         value: anything: an array, a pytree of them, a module.
-        limit: how long the text may be.
+        limit: the maximum length of the text.
     """
     return shorten(_show(value, 0), limit)
 
 
 def shorten(text: str, limit: int = LIMIT) -> str:
-    """Returns a text of at most `limit` characters, cut at its end."""
+    """Returns text truncated to at most `limit` characters."""
     return text if len(text) <= limit else text[: limit - 1].rstrip() + "…"
 
 

@@ -1,25 +1,26 @@
-"""Two layouts compared: what moved, and what it costs."""
+"""Compares two layouts: what changed, and what it costs."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from .._base import show_bytes
+from .._base import public, show_bytes
 from .._mesh import mesh_types, normal_spec, show_mesh, show_spec
 from .layouts import Layout
 from .rows import show_shape
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayoutDiff:
-    """What differs between two layouts. It is true when anything does.
+    """What differs between two layouts. It is truthy if anything does.
 
     Attributes:
         meshes: both meshes, as `data=2,model=4`.
         added: paths that only the new layout has.
         removed: paths that only the old layout has.
-        changed: for each path in both that differs, what it was and what it is.
-        bytes_per_device: before and after (exact).
+        changed: for each path that is in both and differs, the old and the new.
+        bytes_per_device: bytes on each device, before and after (exact).
     """
 
     meshes: tuple[str, str]
@@ -29,7 +30,7 @@ class LayoutDiff:
     bytes_per_device: tuple[int, int]
 
     def __bool__(self) -> bool:
-        """Says whether anything differs."""
+        """Returns whether anything differs."""
         return bool(self.added or self.removed or self.changed or self.meshes[0] != self.meshes[1])
 
     def __str__(self) -> str:

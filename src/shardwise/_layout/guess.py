@@ -1,4 +1,4 @@
-"""Tensor-parallel pairs guessed from module types and widths, for when no inputs were given."""
+"""Tensor-parallel pairs guessed from module types and widths, when there are no inputs to trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._nnx import AbstractModel, Keys, Leaf
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Split:
-    """What is decided for one leaf: the dim to split, or None, and why."""
+    """The decision for one leaf: the dim to split, or None, and why."""
 
     dim: int | None
     reason: str
@@ -23,7 +23,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Guess:
-    """Leaves whose dims are taken to be one dim: `(keys, dim without stacks)` pairs."""
+    """Leaf dims that are assumed to be the same dim, as `(keys, dim without stacks)` pairs."""
 
     dims: tuple[tuple[Keys, int], ...]
     size: int
@@ -38,15 +38,15 @@ def guess_pairs(
     unmet: frozenset[int] | None = None,
     traced: str = "",
 ) -> Mapping[int, Split]:
-    """Returns a split, or the reason for none, for each leaf by its index.
+    """Returns a split, or the reason for not splitting, for each leaf by its index.
 
     Args:
         leaves: the model's leaves.
         model: the abstract model.
         axis: the axis to split over.
-        ways: its size.
-        unmet: the leaves that a trace did not meet, to guess those alone; None to guess all.
-        traced: what was traced.
+        ways: the size of the axis.
+        unmet: the leaves that a trace did not reach, to guess only those; None to guess all.
+        traced: the name of what was traced.
     """
     because = _guessed()
     if unmet is not None:
@@ -57,7 +57,7 @@ def guess_pairs(
     for guess in _guesses(model):
         members = [(index_of[keys], dim) for keys, dim in guess.dims if keys in index_of]
         if not all(i in asked for i, _ in members):
-            continue  # half of it was traced, and decided
+            continue  # part of it was traced, and is already decided
         if any(found[i].dim is not None for i, _ in members if i in found):
             continue
         placed = {i: _with_stacks(leaves[i], dim) for i, dim in members}
@@ -67,17 +67,17 @@ def guess_pairs(
                 found[index] = Split(dim, f"dim {dim}, {guess.what}; {because}")
             elif index not in found:
                 found[index] = Split(None, f"left alone: {why}; {because}")
-    undecided = f"left alone: its module's type and widths do not tell its part; {because}"
+    undecided = f"left alone: its role is not clear from its module's type and widths; {because}"
     if unmet is not None:
         undecided = (
-            f"left alone: {traced} never uses it, and its module's type and widths do not tell "
-            f"its part"
+            f"left alone: {traced} never uses it, and its role is not clear from its module's "
+            f"type and widths"
         )
     return {i: found.get(i, Split(None, undecided)) for i in sorted(asked)}
 
 
 def _guessed() -> str:
-    how = either("give layout inputs= to trace it", "give --inputs to trace it")
+    how = either("pass inputs= to layout to trace it", "pass --inputs to trace it")
     return f"guessed from module types and widths ({how})"
 
 
@@ -99,7 +99,7 @@ def _with_stacks(leaf: Leaf, dim: int) -> int:
 
 
 def _guesses(model: AbstractModel) -> Iterator[_Guess]:
-    """Yields guesses, surest first."""
+    """Yields guesses, most certain first."""
     modules = model.modules
     attention = [k for k, m in modules.items() if isinstance(m, nnx.MultiHeadAttention)]
     inside = {(*keys, part) for keys in attention for part in ("query", "key", "value", "out")}
@@ -112,7 +112,7 @@ def _guesses(model: AbstractModel) -> Iterator[_Guess]:
     for parent, keys in children.items():
         if parent and isinstance(modules[parent[:-1]], nnx.Sequential):
             yield from _chain(sorted(keys), model)
-        elif not keys or not isinstance(keys[0][-1], int):  # a list may run side by side
+        elif not keys or not isinstance(keys[0][-1], int):  # layers in a list may be parallel
             yield from _siblings(keys, modules)
     yield from _vocabulary(modules)
 
@@ -145,7 +145,7 @@ def _row(keys: Keys, module: Any) -> tuple[Keys, int]:
 
 
 def _siblings(keys: list[Keys], modules: Mapping[Keys, Any]) -> Iterator[_Guess]:
-    """Yields up-and-down pairs among the layers that one module holds by name."""
+    """Yields up-and-down pairs among the layers that are attributes of one module."""
     by_width: dict[tuple[int, int], list[Keys]] = {}
     for k in keys:
         widths = _widths(modules[k])
@@ -156,7 +156,7 @@ def _siblings(keys: list[Keys], modules: Mapping[Keys, Any]) -> Iterator[_Guess]
         if stream >= hidden or len(downs) != 1:
             continue
         if sum(hidden in widths for widths in by_width) > 2:
-            continue  # another layer has this width too: it may stand between them
+            continue  # another layer has this width too, and may come between them
         dims = [d for up in ups for d in _column(up, modules[up])]
         dims.append(_row(downs[0], modules[downs[0]]))
         yield _Guess(
@@ -165,7 +165,7 @@ def _siblings(keys: list[Keys], modules: Mapping[Keys, Any]) -> Iterator[_Guess]
 
 
 def _chain(keys: list[Keys], model: AbstractModel) -> Iterator[_Guess]:
-    """Yields consecutive pairs along a list of layers, norms between them included."""
+    """Yields consecutive pairs in a list of layers, with the norms between them."""
     modules = model.modules
     position = 0
     while position + 1 < len(keys):
@@ -188,7 +188,7 @@ def _chain(keys: list[Keys], model: AbstractModel) -> Iterator[_Guess]:
         for k in between:
             if isinstance(modules[k], nnx.BatchNorm):
                 dims += [((*k, name), 0) for name in ("scale", "bias", "mean", "var")]
-        yield _Guess(tuple(dims), widths[1], f"a width of {widths[1]} between two layers in a row")
+        yield _Guess(tuple(dims), widths[1], f"a width of {widths[1]} between consecutive layers")
         position += 2
 
 
@@ -203,6 +203,6 @@ def _vocabulary(modules: Mapping[Keys, Any]) -> Iterator[_Guess]:
                 embed.features,
                 embed.num_embeddings,
             ):
-                what = f"a head onto a vocabulary of {embed.num_embeddings}"
+                what = f"an output head over a vocabulary of {embed.num_embeddings}"
                 yield _Guess(tuple(_column(keys, module)), embed.num_embeddings, what)
                 break

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either, show_bytes, show_devices, text_table
+from .._base import count, either, public, show_bytes, show_devices, text_table
 from .._jax import show_value
 from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
 from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .flow import Flow
 
 
+@public
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """Every leaf of a model's state, with its spec, on one mesh.
@@ -93,7 +94,7 @@ class Layout:
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes that one device holds (exact); a leaf whose spec has faults counts whole."""
+        """Bytes that one device holds (exact); a leaf whose spec has faults counts in full."""
         return sum(leaf.resident_bytes for leaf in self.leaves)
 
     def on(self, mesh: AnyMesh) -> Layout:
@@ -103,7 +104,7 @@ class Layout:
         return dataclasses.replace(self, mesh=mesh, leaves=leaves)
 
     def explain(self, path: str) -> str:
-        """Returns who decided a leaf's spec, from what, and what else was considered."""
+        """Returns which rule decided a leaf's spec, why, and what else was considered."""
         leaf = self[path]
         lines = [f"{leaf.path}  {show_shape(leaf)}  {leaf.kind}  on {show_mesh(self.mesh)}"]
         if leaf.faults:
@@ -158,7 +159,7 @@ class Layout:
         """Returns one HTML page: findings, memory, the model as a tree and by size, and the mesh.
 
         Args:
-            against: another layout, to stand beside it.
+            against: another layout to compare with.
 
         Example:
             >>> import shardwise as sw
@@ -183,21 +184,21 @@ class Layout:
 
     def _caption(self) -> str:
         wrong = sum(bool(leaf.faults) for leaf in self.leaves)
-        note = f"; {wrong} with errors, counted whole: see sw.check" if wrong else ""
+        note = f"; {wrong} with errors, counted as replicated: see sw.check" if wrong else ""
         return (
             f"{count(len(self.leaves), 'leaf', 'leaves')} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
             f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}{self._left()}"
         )
 
     def _left(self) -> str:
-        """Returns what a strategy was to split and did not, and why, in a clause."""
-        told = []
+        """Returns a clause with the leaves that a strategy left unsplit, and why."""
+        parts = []
         for why in get_args(Left):
             left = [leaf for leaf in self.leaves if leaf.left == why and leaf.is_replicated]
             if why and left:
                 size = show_bytes(sum(leaf.resident_bytes for leaf in left))
-                told.append(f"{count(len(left), f'{why} leaf', f'{why} leaves')} ({size})")
-        return f"; not split: {', '.join(told)}" if told else ""
+                parts.append(f"{count(len(left), f'{why} leaf', f'{why} leaves')} ({size})")
+        return f"; not split: {', '.join(parts)}" if parts else ""
 
     @functools.cached_property
     def _by_path(self) -> dict[str, Leaf]:
@@ -209,15 +210,16 @@ class Layout:
     def _shardings(self) -> list[NamedSharding]:
         wrong = [(leaf, leaf.faults[0]) for leaf in self.leaves if leaf.faults]
         if wrong:
-            told = "; ".join(f"{leaf.path}: {fault.message}" for leaf, fault in wrong[:3])
+            first = "; ".join(f"{leaf.path}: {fault.message}" for leaf, fault in wrong[:3])
             more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ValueError(
                 f"the layout has no shardings, because {count(len(wrong), 'spec')} cannot be applied: "
-                f"{told}{more}; {either('sw.check(layout)', 'shardwise check')} says what would work"
+                f"{first}{more}; {either('sw.check(layout)', 'shardwise check')} suggests specs that work"
             )
         return [NamedSharding(self.mesh, leaf.spec) for leaf in self.leaves]
 
 
+@public
 def layout(
     model: Model | Recipe,
     mesh: AnyMesh,
@@ -227,15 +229,15 @@ def layout(
     inputs: Any = None,
     method: Method = None,
 ) -> Layout:
-    """Returns the layout of a model on a mesh; no array is made.
+    """Returns the layout of a model on a mesh, without creating an array.
 
     Args:
-        model: a function of no arguments that returns an `nnx.Module`, such a module, or an
-            abstract one; or a `Recipe`, for its model: strategies then trace its loss.
-        mesh: from `sw.mesh`, or any mesh of JAX.
+        model: a function of no arguments that returns an `nnx.Module`; a module, concrete or
+            abstract; or a `Recipe`, whose model is laid out and whose loss strategies trace.
+        mesh: from `sw.mesh`, or any JAX mesh.
         rules: applied in order after the model's own annotations: a dict of path patterns, a
             function of a leaf, a strategy or its name, or a list of these.
-        logical: where the names of annotations go: `{"mlp": "model", "embed": None}`.
+        logical: the axes that names in annotations map to: `{"mlp": "model", "embed": None}`.
         inputs: what the model is called with, for strategies that trace the forward pass: a
             tuple of positional arguments, a dict of keyword arguments, or one argument;
             arrays or `jax.ShapeDtypeStruct`s.
@@ -243,8 +245,8 @@ def layout(
             method, or a function `method(model, *inputs)`.
 
     Raises:
-        ValueError: the model, the mesh or a rule is not one. What is wrong with single
-            leaves is not raised but kept for `sw.check`.
+        ValueError: the model, the mesh or a rule is invalid. Problems with individual leaves
+            are not raised: `sw.check` reports them.
 
     Example:
         >>> import shardwise as sw
@@ -266,11 +268,11 @@ def layout(
     if method is not None:
         method_of(abstract.modules[()], method)
         if inputs is None:
-            raise ValueError(f"method={show_value(method)} needs inputs=: what it is called with")
+            raise ValueError(f"method={show_value(method)} needs inputs= to call it with")
     flow = functools.cache(lambda: trace_flow(abstract, mesh, inputs, method, recipe))
 
     def traced_anyway() -> Flow | None:
-        # A strategy that can do without is no reason to trace a recipe's loss.
+        # A strategy that works without a trace is no reason to trace a recipe's loss.
         return flow() if inputs is not None or flow.cache_info().currsize else None
 
     scene = Scene(abstract, sizes, flow, traced_anyway)
@@ -283,6 +285,7 @@ def layout(
     return Layout(mesh, tuple(leaves), treedef, dead)
 
 
+@public
 def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> Layout:
     """Returns the layout that `Layout.save` wrote.
 
@@ -291,7 +294,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
 
     Args:
         path: the lockfile.
-        mesh: where it is to lie; without, an abstract mesh of the axes that it names.
+        mesh: the mesh to use; by default, an abstract mesh with the axes of the lockfile.
 
     Raises:
         ValueError: the file is not a lockfile.
@@ -314,7 +317,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
             node = node.setdefault(key, {}) if isinstance(node, dict) else node
         last = leaf.keys[-1] if leaf.keys else ""
         if not isinstance(node, dict) or last in node:
-            raise ValueError(f"{path} is a damaged layout: {leaf.path} stands in it twice")
+            raise ValueError(f"{path} is a damaged layout: {leaf.path} appears twice")
         node[last] = i
     order = jax.tree.leaves(tree)
     ordered = tuple(leaves[i] for i in order)
@@ -333,47 +336,47 @@ def _sizes(mesh: AnyMesh) -> dict[str, int]:
 
 def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
     try:
-        said = pick(leaf)
+        opinion = pick(leaf)
     except Exception as error:
-        error.add_note(f"while the rule {source!r} looked at the leaf {leaf.path!r}")
+        error.add_note(f"raised by the rule {source!r} for the leaf {leaf.path!r}")
         raise
-    if said is None:
+    if opinion is None:
         return leaf
-    if not isinstance(said, Opinion):
-        said = Opinion(require_spec(said, f"rule {source!r} at {leaf.path!r}"))
-    elif said.spec is not None:
-        require_spec(said.spec, f"rule {source!r} at {leaf.path!r}")
-    said = dataclasses.replace(said, source=source)
-    trail = (*leaf.trail, said)
-    if said.spec is None:
-        # While nobody has decided, why the last one did not is the best reason there is.
-        undecided = said.reason and all(opinion.spec is None for opinion in leaf.trail)
-        reason = f"{source}: {said.reason}" if undecided else leaf.reason
-        return dataclasses.replace(leaf, reason=reason, trail=trail, left=said.left or leaf.left)
-    reason = f"{source}: {said.reason}" if said.reason else source
-    if said.refines and leaf.spec != P():
+    if not isinstance(opinion, Opinion):
+        opinion = Opinion(require_spec(opinion, f"rule {source!r} at {leaf.path!r}"))
+    elif opinion.spec is not None:
+        require_spec(opinion.spec, f"rule {source!r} at {leaf.path!r}")
+    opinion = dataclasses.replace(opinion, source=source)
+    trail = (*leaf.trail, opinion)
+    if opinion.spec is None:
+        # Until a rule decides, the best reason available is why the last one did not.
+        undecided = opinion.reason and all(earlier.spec is None for earlier in leaf.trail)
+        reason = f"{source}: {opinion.reason}" if undecided else leaf.reason
+        return dataclasses.replace(leaf, reason=reason, trail=trail, left=opinion.left or leaf.left)
+    reason = f"{source}: {opinion.reason}" if opinion.reason else source
+    if opinion.refines and leaf.spec != P():
         reason = f"{leaf.reason}; then {reason}"
-    kept = leaf.gathered if said.refines else frozenset()
+    kept = leaf.gathered if opinion.refines else frozenset()
     return dataclasses.replace(
         leaf,
-        spec=said.spec,
+        spec=opinion.spec,
         reason=reason,
         trail=trail,
-        gathered=kept | said.gathered,
-        intentional=said.intentional,
-        left=said.left,
+        gathered=kept | opinion.gathered,
+        intentional=opinion.intentional,
+        left=opinion.left,
     )
 
 
-def require_layout(given: Any) -> Layout:
-    """Returns what was given, if it is a layout.
+def require_layout(layout: Any) -> Layout:
+    """Returns `layout` if it is one.
 
     Raises:
         ValueError: it is something else.
     """
-    if not isinstance(given, Layout):
-        raise ValueError(f"the layout is of type {type(given).__name__}: make one with sw.layout")
-    return given
+    if not isinstance(layout, Layout):
+        raise ValueError(f"the layout is of type {type(layout).__name__}: make one with sw.layout")
+    return layout
 
 
 def _dead(rule: Patterns, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Layouts on disk: JSON with one line for each leaf, so that a review shows what moved."""
+"""Layouts on disk: JSON with one line per leaf, so that a review shows what changed."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[st
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a lockfile, whole or not at all."""
+    """Writes a lockfile atomically."""
     try:
         write_atomically(path, text)
     except OSError as error:
-        told = f"the layout cannot be written to {os.fspath(path)}: {error.strerror}"
-        raise ValueError(told) from error
+        message = f"the layout cannot be written to {os.fspath(path)}: {error.strerror}"
+        raise ValueError(message) from error
 
 
 def read(
     path: str | os.PathLike[str],
 ) -> tuple[AbstractMesh, list[Leaf], tuple[tuple[str, str], ...]]:
-    """Returns the mesh, abstract, the leaves and the dead patterns of a lockfile.
+    """Returns the abstract mesh, the leaves and the dead patterns of a lockfile.
 
     Raises:
-        ValueError: it cannot be read, or is not one.
+        ValueError: the file cannot be read, or is not a lockfile.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -77,19 +77,10 @@ def read(
 
 
 def _row(leaf: Leaf) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "path": leaf.path,
-        "kind": leaf.kind,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": show_spec(leaf.spec),
-    }
-    if not leaf.faults:
-        row |= {"shard": list(leaf.shard_shape), "copies": leaf.copies}
-    row["reason"] = leaf.reason
+    row = {name: value for name, value in leaf.to_dict().items() if value is not None}
     if _keys(leaf.path) != leaf.keys:
         row["keys"] = list(leaf.keys)
-    # What a check needs beyond the spec itself: a saved layout has the same findings.
+    # What a check needs beyond the spec, so that a saved layout has the same findings.
     if leaf.names is not None:
         row["names"] = show_spec(P(*leaf.names))
     deciders = [o for o in leaf.trail if o.spec is not None and not o.refines]
@@ -135,19 +126,19 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
 
 
 def _hashable(keys: Any) -> Any:
-    """Returns keys as they were before JSON made lists of tuples, as `nnx.WeightNorm` has them."""
+    """Returns keys as tuples again, which JSON turns into lists (`nnx.WeightNorm` has such keys)."""
     return tuple(map(_hashable, keys)) if isinstance(keys, list) else keys
 
 
 def _left(why: Any) -> Left:
     if why not in get_args(Left):
-        raise ValueError(f"left {why!r} is not known")
+        raise ValueError(f"unknown value {why!r} for left")
     return why
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise ValueError(f"shape {sizes!r} is not one")
+        raise ValueError(f"{sizes!r} is not a shape")
     return tuple(sizes)
 
 
@@ -162,12 +153,12 @@ def _dtype(name: str) -> Any:
 
 
 def key_impl(name: str) -> str:
-    """Returns the implementation of random keys whose dtype has this name.
+    """Returns the implementation of random keys that has this dtype name.
 
     Raises:
-        ValueError: this version of JAX has none.
+        ValueError: this version of JAX has no such implementation.
     """
     for impl in _KEY_IMPLS:
         if str(jax.eval_shape(lambda impl=impl: jax.random.key(0, impl=impl)).dtype) == name:
             return impl
-    raise ValueError(f"dtype {name!r} is not known to this version of JAX")
+    raise ValueError(f"this version of JAX does not know the dtype {name!r}")

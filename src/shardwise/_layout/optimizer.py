@@ -1,4 +1,4 @@
-"""The optimizer's state follows its parameters: by tree structure, and dim by dim."""
+"""The layout of an optimizer's state: it follows the parameters, by tree structure and by dims."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def optimizer_leaves(
 ) -> tuple[list[Leaf], Any]:
     """Returns the leaves of `tx.init(parameters)` and their tree structure.
 
-    A part of the state belongs to the parameter whose whole path stands in its own path: optax
-    keeps the parameters' tree inside its state. Where its shape is not the parameter's
-    (factored second moments), its dims are matched by size; where sizes leave a choice, by
-    tracing the update.
+    An array of the state belongs to the parameter whose full path is contained in its own path,
+    since optax keeps the parameters' tree inside its state. If its shape is not the parameter's
+    (factored second moments), its dims are matched by size; if sizes are ambiguous, by tracing
+    the update.
     """
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     state = jax.tree.unflatten(treedef, shapes)
     if not isinstance(state, nnx.State):
         raise ValueError(
-            "a layout that was loaded from a lockfile has no variables: "
-            "make it again with sw.layout to lay out an optimizer"
+            "a layout loaded from a lockfile has no variables: "
+            "make it with sw.layout to lay out an optimizer's state"
         )
     parameters = nnx.filter_state(state, wrt)
     abstract = jax.eval_shape(tx.init, parameters)
@@ -57,7 +57,7 @@ def optimizer_leaves(
             how = "the same shape" if leaf.shape == owner.shape else "its dims matched by size"
         spec = specs[0] if specs else P()
         if not specs:
-            how = "no dim is known to match, so it is replicated on every device"
+            how = "no dim is known to match, so it is replicated"
         reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
         same = leaf.shape == owner.shape
         found.append(
@@ -76,11 +76,11 @@ def optimizer_leaves(
 
 
 class _Owners:
-    """Finds the parameter that a part of the state belongs to.
+    """Finds the parameter that an array of the state belongs to.
 
-    Optax keeps copies of the parameters' tree inside its state. The top of such a copy is the
-    shortest prefix under which every path goes on as some parameter's path: a parameter that is
-    named like a field of the state is then not mistaken for it.
+    Optax keeps copies of the parameters' tree inside its state. The root of such a copy is the
+    shortest prefix under which every path continues as some parameter's path: this way, a
+    parameter that has the name of a field of the state is not mistaken for it.
     """
 
     def __init__(self, all_keys: Sequence[Keys], owners: Mapping[Keys, Leaf]):
@@ -99,7 +99,7 @@ class _Owners:
         return None
 
     def _start(self, keys: Keys) -> Leaf | None:
-        # What may follow a parameter's path is a place in a list, as SM3 keeps one per dim.
+        # Only indices may follow a parameter's path: SM3 keeps a list of one array per dim.
         for stop in range(len(keys), 0, -1):
             if keys[:stop] in self.owners:
                 return self.owners[keys[:stop]]
@@ -114,11 +114,11 @@ def _bare(keys: Keys, array: Any, leaves: Sequence[Leaf]) -> Leaf:
 
 
 def _no_owner(array: Any) -> str:
-    return "a scalar of its own" if not array.shape else "belongs to no parameter: whole everywhere"
+    return "a scalar of its own" if not array.shape else "belongs to no parameter: replicated"
 
 
 def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
-    """Returns the different specs that matching dims by size allows."""
+    """Returns the distinct specs that matching dims by size allows."""
     axes = padded(owner.spec, owner.ndim)
     if shape == owner.shape:
         return [owner.spec]
@@ -134,7 +134,7 @@ def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
         if spec not in found:
             found.append(spec)
 
-    if len(shape) == owner.ndim:  # some dims shrunk to 1, as SM3 keeps them
+    if len(shape) == owner.ndim:  # some dims have size 1, as in SM3
         kept = [d for d in range(len(shape)) if shape[d] == owner.shape[d]]
         if kept:
             add((d, d) for d in kept)
@@ -142,7 +142,7 @@ def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
         for dims in itertools.combinations(range(owner.ndim), len(shape)):
             if all(owner.shape[d] == shape[i] for i, d in enumerate(dims)):
                 add(enumerate(dims))
-    elif shape[len(shape) - owner.ndim :] == owner.shape:  # a history of parameters, as L-BFGS's
+    elif shape[len(shape) - owner.ndim :] == owner.shape:  # a history of parameters, as in L-BFGS
         add((len(shape) - owner.ndim + d, d) for d in range(owner.ndim))
     else:
         for dims in itertools.combinations(range(len(shape)), owner.ndim):
@@ -154,9 +154,9 @@ def _matches(owner: Leaf, shape: tuple[int, ...]) -> list[P]:
 def _specs_by_update(
     parameters: Any, state: Any, tx: Any, owners: Mapping[Keys, Leaf]
 ) -> list[P | None]:
-    """Returns, for each array of the state, the spec that following its dims gives.
+    """Returns the spec of each array of the state, found by following dims through the update.
 
-    None stands for what cannot be told, as for an update that needs more than gradients.
+    None means that it cannot be determined, as when an update needs more than gradients.
     """
 
     def update(followed: Any, parameters: Any) -> Any:
@@ -165,7 +165,7 @@ def _specs_by_update(
 
     try:
         closed = jax.make_jaxpr(update)((parameters, state), parameters)
-    except Exception:  # the user's own function may fail in any way; then nothing is known
+    except Exception:  # the user's own function may fail in any way: then nothing is known
         return [None] * len(jax.tree.leaves(state))
     count = len(jax.tree.leaves(parameters))
     flow = follow(closed, count + len(jax.tree.leaves(state)))

@@ -1,4 +1,4 @@
-"""Leaves as rows of a table, repeated layers folded into one row."""
+"""Leaves as rows of a table, with repeated layers folded into one row."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HEADER: Row = ("path", "shape", "spec", "shard", "bytes/device", "copies")
 
 
 def show_shape(leaf: Any) -> str:
-    """Returns dtype and shape of a leaf or an array: `float32[8,16]`."""
+    """Returns the dtype and shape of a leaf or an array: `float32[8,16]`."""
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def leaf_rows(leaves: Iterable[Leaf]) -> list[Row]:
-    """Returns one row for each leaf, or for each run of leaves alike but for a layer's number."""
+    """Returns one row per leaf; leaves that differ only in the layer's number share a row."""
     groups: dict[tuple[str, Row], list[Leaf]] = {}
     for leaf in leaves:
         shape = show_path(tuple("\0" if isinstance(k, int) else k for k in leaf.keys))

@@ -1,7 +1,7 @@
 """Rules: what chooses a spec for a leaf. Annotations, path patterns, ranks and plain functions.
 
 A rule is a function `(leaf) -> PartitionSpec | None`. It may return an `Opinion` to give its
-reason. A strategy, which must see the whole model, has a method `bind` that returns such a function.
+reason. A strategy, which needs to see the whole model, has a method `bind` that returns a rule.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from flax.core import spmd as flax_spmd
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either
-from .._jax import show_value
+from .._base import count, either, public
+from .._jax import active_axis_rules, show_value
 from .._mesh import Axes, dim_axes, normal_spec, require_spec, show_spec
 from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
 
@@ -28,14 +27,14 @@ Logical = Mapping[str, str | Sequence[str] | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Scene:
-    """What a strategy may look at before it decides: the whole model at once.
+    """What a strategy can look at before it decides: the whole model at once.
 
     Attributes:
         model: the abstract model.
         sizes: the mesh's axes and their sizes.
-        flow: returns how each leaf's dims flow through the forward pass, or None when
-            `layout` was given neither inputs nor a recipe.
-        known: the same, but None where only a recipe's loss could be traced, and was not yet.
+        flow: returns how each leaf's dims flow through the forward pass, or None if
+            `layout` has neither inputs nor a recipe.
+        known: the same, but None if that would require tracing a recipe's loss first.
     """
 
     model: AbstractModel
@@ -46,21 +45,22 @@ class Scene:
 
 @runtime_checkable
 class Strategy(Protocol):
-    """A rule that needs the whole model before it can speak of one leaf."""
+    """A rule that needs the whole model before it can decide on one leaf."""
 
     def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
-        """Returns the rule for these leaves, whose specs earlier rules have set."""
+        """Returns the rule for these leaves, whose specs were set by earlier rules."""
         ...
 
 
 Rules = Rule | Strategy | Mapping[str, P] | str | Sequence[Any] | None
 
 
+@public
 def by_rank(specs: Mapping[int, P]) -> Rule:
     """Returns a rule that picks a spec by a leaf's number of dims.
 
-    Stacked dims do not count, so that a scanned layer gets the spec of a plain one, with
-    None for the stack.
+    Stacked dims do not count, so a scanned layer gets the spec of a plain one, with None for
+    the stacked dim.
 
     Example:
         >>> import shardwise as sw
@@ -76,7 +76,7 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
     for rank, spec in specs.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
             raise ValueError(
-                f"by_rank has the rank {show_value(rank)}: ranks are numbers of dims, 0 and up"
+                f"by_rank has the rank {show_value(rank)}: a rank must be a non-negative integer"
             )
         require_spec(spec, f"by_rank({{{rank}: ...}})")
 
@@ -87,15 +87,16 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
         entries = list(specs[rank])
         for dim in leaf.stacked:
             entries.insert(dim, None) if dim <= len(entries) else None
-        stack = f", and {len(leaf.stacked)} of stacked layers" if leaf.stacked else ""
+        stack = f", plus {len(leaf.stacked)} of stacked layers" if leaf.stacked else ""
         return Opinion(P(*entries), f"a leaf of {count(rank, 'dim')}{stack}")
 
     pick.__name__ = "by_rank"
     return pick
 
 
+@public
 def replicate() -> Rule:
-    """Returns a rule that replicates every leaf on every device, on purpose.
+    """Returns a rule that intentionally replicates every leaf on every device.
 
     Example:
         >>> import shardwise as sw
@@ -108,7 +109,7 @@ def replicate() -> Rule:
 
 
 def _replicate(leaf: Leaf) -> Opinion:
-    return Opinion(P(), "replicated on every device, as asked", intentional=True)
+    return Opinion(P(), "replicated on every device, as requested", intentional=True)
 
 
 _replicate.__name__ = "replicate"
@@ -127,7 +128,7 @@ class Patterns:
         return [(pattern, spec) for pattern, regex, spec in self.compiled if regex.fullmatch(text)]
 
     def __call__(self, leaf: Leaf) -> Opinion | None:
-        """Returns the spec of the pattern that matches; clashes are kept for `check`."""
+        """Returns the spec of the first pattern that matches; `check` reports clashes."""
         found = self.matches(leaf)
         if not found:
             return None
@@ -137,7 +138,7 @@ class Patterns:
 
 
 def patterns(specs: Mapping[str, P]) -> Patterns:
-    """Returns the rule of a dict of path patterns.
+    """Returns the rule for a dict of path patterns.
 
     Raises:
         ValueError: a pattern is not a string of steps, or its spec is not a spec.
@@ -146,14 +147,14 @@ def patterns(specs: Mapping[str, P]) -> Patterns:
     for pattern, spec in specs.items():
         if not isinstance(pattern, str) or not pattern or "" in split_path(pattern):
             raise ValueError(
-                f"{pattern!r} is not a path pattern: write steps with dots, such as "
+                f"{pattern!r} is not a path pattern: separate steps with dots, such as "
                 f"'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
             )
         if any(
             isinstance(s, str) and s in pattern.split(".") and "[" in s for s in split_path(pattern)
         ):
             raise ValueError(
-                f"{pattern!r} is not a path pattern: in a step only * and ? are wild, "
+                f"{pattern!r} is not a path pattern: the only wildcards in a step are * and ?, "
                 f"and ['a.b'] is a key with a dot"
             )
         compiled.append(
@@ -163,13 +164,13 @@ def patterns(specs: Mapping[str, P]) -> Patterns:
 
 
 def pattern_regex(pattern: str) -> re.Pattern[str]:
-    """Returns the regex of a path pattern, over the text that `steps_text` makes."""
+    """Returns the regex of a path pattern, to match against the text from `steps_text`."""
     glob = {"*": r"[^\x00]*", "?": r"[^\x00]"}
     parts = []
     for step in split_path(pattern):
         if step == "**":
             parts.append(r"(?:[^\x00]*\x00)*")
-        elif isinstance(step, str) and step not in pattern.split("."):  # ['a.b']: one key, as it is
+        elif isinstance(step, str) and step not in pattern.split("."):  # ['a.b']: a literal key
             parts.append(re.escape(step) + r"\x00")
         else:
             parts.append("".join(glob.get(c) or re.escape(c) for c in str(step)) + r"\x00")
@@ -177,23 +178,23 @@ def pattern_regex(pattern: str) -> re.Pattern[str]:
 
 
 def steps_text(keys: Sequence[Any]) -> str:
-    """Returns the text of a path's keys that a pattern's regex is matched with."""
+    """Returns the text of a path's keys that a pattern's regex is matched against."""
     return "".join(f"{key}\0" for key in keys)
 
 
 def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
-    """Returns the rule of the model's own annotations.
+    """Returns the rule for the model's own annotations.
 
     Names are resolved by `logical` first, then by the variable's own `sharding_rules`, then
-    by Flax's active logical axis rules; a name that is itself an axis of the mesh stands.
-    What none of them resolves stays in the spec, for `check` to find.
+    by Flax's active logical axis rules; a name that is itself an axis of the mesh is kept.
+    Unresolved names stay in the spec, and `check` reports them.
     """
     if logical is not None and not isinstance(logical, Mapping):
         raise ValueError(
-            f"logical is a {type(logical).__name__}: give a dict, {{'mlp': 'model', 'embed': None}}"
+            f"logical is a {type(logical).__name__}: give a dict such as {{'mlp': 'model', 'embed': None}}"
         )
     table = {name: _as_axes(name, to) for name, to in (logical or {}).items()}
-    active = once(flax_spmd.get_logical_axis_rules(), "Flax's active logical axis rules")
+    active = once(active_axis_rules(), "Flax's active logical axis rules")
     own = {
         keys: once(rules, f"the sharding_rules of {'.'.join(map(str, keys))}")
         for keys, variable in model.variables
@@ -218,8 +219,8 @@ def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
             entries.append(axes[0] if len(axes) == 1 else (axes or None))
         spec = P(*entries)
         written = show_spec(P(*leaf.names))
-        came = f" with names {written}" if list(spec) != list(leaf.names) else f" {written}"
-        return Opinion(spec, f"the model's annotation{came}")
+        detail = f" with names {written}" if list(spec) != list(leaf.names) else f" {written}"
+        return Opinion(spec, f"the model's annotation{detail}")
 
     pick.__name__ = "annotation"
     return pick
@@ -230,24 +231,24 @@ def require_axes(axes: Sequence[str], sizes: Mapping[str, int], what: str) -> No
     for axis in axes:
         if axis not in sizes:
             raise ValueError(
-                f"{what} is over axis {axis!r}, which the mesh does not have: "
+                f"{what} uses axis {axis!r}, which the mesh does not have: "
                 f"its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
             )
 
 
 def once(pairs: Any, what: str) -> dict[str, Axes]:
-    """Returns Flax's pairs of name and axis as a dict.
+    """Returns Flax's (name, axis) pairs as a dict.
 
     Raises:
-        ValueError: a name goes to two places; Flax itself would silently take the last.
+        ValueError: a name is mapped twice; Flax itself would silently take the last.
     """
     found: dict[str, Axes] = {}
     for name, to in pairs or ():
         axes = dim_axes(to)
         if found.setdefault(name, axes) != axes:
             raise ValueError(
-                f"{what} send {name!r} to {found[name] or None!r} and to {axes or None!r}: "
-                f"say it once"
+                f"{what} map {name!r} to both {found[name] or None!r} and {axes or None!r}: "
+                f"map it once"
             )
     return found
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._base import either, show_bytes
+from .._base import either, public, show_bytes
 from .._jax import show_value
 from .._mesh import divisible_dims, make_spec, padded
 from .._mesh import ways as cut_ways
@@ -15,10 +15,10 @@ from .._nnx import Leaf, Opinion
 from .rules import Rule, Rules, Scene, patterns, replicate, require_axes
 from .tensor_parallel import tensor
 
-# What fsdp leaves alone adds little to a model, and little to what each device holds of it: of a
-# large mesh, one percent of the model is many times a device's own part.
+# The leaves that fsdp does not split are a small share of the model, and add little to what each
+# device holds: on a large mesh, one percent of the model is many times a device's own part.
 SMALL_SHARE, SMALL_GROWTH = 0.01, 0.1
-# From this size on, what a gather moves costs more than starting it does.
+# Above this size, the bytes that a gather moves cost more than its latency.
 SMALL_BYTES = 2**20
 
 FSDP_AXES = ("fsdp", "data")
@@ -33,12 +33,12 @@ class Fsdp:
     min_bytes: int | None
 
     def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
-        """Returns the rule, once the axes are known to be on the mesh."""
+        """Returns the rule, after checking that the mesh has the axes."""
         require_axes(self.axes, scene.sizes, "fsdp")
         ways = math.prod(scene.sizes[axis] for axis in self.axes)
         flow = scene.known()  # not worth tracing a loss for
         stacks = {leaf.path: set(leaf.stacked) for leaf in leaves}
-        if flow is not None:  # a loop steps along these, whatever module they are in
+        if flow is not None:  # dims that a loop steps along, in any module
             for leaf, dims in zip(leaves, flow.leaf_groups, strict=True):
                 scanned = (
                     d for d, ids in enumerate(dims) if any(flow.groups[i].scanned for i in ids)
@@ -60,15 +60,17 @@ class Fsdp:
         if not dims:
             if leaf.shape and all(taken[d] or d in stacked for d in range(leaf.ndim)):
                 return Opinion(None, f"no dim of {leaf.shape} is free")
-            why = f"no free dim of {leaf.shape} divides {ways} ways" if leaf.shape else "a scalar"
+            why = (
+                f"no free dim of {leaf.shape} is divisible by {ways}" if leaf.shape else "a scalar"
+            )
             return Opinion(None, why, left="indivisible")
         if self.min_bytes is not None and leaf.bytes < self.min_bytes:
-            fewer = f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
-            return Opinion(None, fewer, left="small")
+            why = f"{leaf.bytes:,} bytes are fewer than min_bytes={self.min_bytes:,}"
+            return Opinion(None, why, left="small")
         taken[dims[0]] = self.axes
         return Opinion(
             make_spec(taken),
-            f"dim {dims[0]} (size {leaf.shape[dims[0]]}) is the largest free dim that divides {ways} ways",
+            f"dim {dims[0]} (size {leaf.shape[dims[0]]}) is the largest free dim divisible by {ways}",
             refines=True,
             gathered=frozenset(self.axes),
         )
@@ -79,20 +81,20 @@ class Fsdp:
 
 
 def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> dict[str, Opinion]:
-    """Returns, by path, why the leaves that are too small to matter are not split.
+    """Returns, by path, why leaves that are too small to matter are not split.
 
-    What counts is what stays on each device, after earlier rules. Leaves of one size are left or
-    split together, so that layers alike are laid out alike.
+    What counts are the bytes on each device after earlier rules. All leaves of one size are
+    treated the same, so that identical layers are laid out identically.
     """
-    held = {leaf.path: _held_bytes(leaf, picks[leaf.path]) for leaf in leaves}
-    whole = sum(held.values())
+    resident = {leaf.path: _resident_bytes(leaf, picks[leaf.path]) for leaf in leaves}
+    before = sum(resident.values())
     by_size: dict[int, list[str]] = {}
-    for path, size in held.items():
+    for path, size in resident.items():
         if picks[path].spec is not None:
             by_size.setdefault(size, []).append(path)
     splittable = sum(size * len(paths) for size, paths in by_size.items())
-    split = whole - splittable + splittable / ways
-    budget = min(SMALL_SHARE * whole, SMALL_GROWTH * split)
+    after = before - splittable + splittable / ways
+    budget = min(SMALL_SHARE * before, SMALL_GROWTH * after)
     left: list[str] = []
     total = 0
     for size, paths in sorted(by_size.items()):
@@ -102,8 +104,8 @@ def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> d
         left += paths
     if not left:
         return {}
-    share = f"{total / whole:.1%}" if total >= whole / 1000 else "under 0.1%"
-    size = f"{show_bytes(total)}{' in all' if len(left) > 1 else ''} ({share} of the model)"
+    share = f"{total / before:.1%}" if total >= before / 1000 else "under 0.1%"
+    size = f"{show_bytes(total)}{' in total' if len(left) > 1 else ''} ({share} of the model)"
     none = either("min_bytes=0", "--min-bytes 0")
     why = (
         f"one of {len(left)} small leaves, {size}: not split, since gathering each would cost more "
@@ -115,24 +117,25 @@ def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> d
     return dict.fromkeys(left, Opinion(None, why, left="small"))
 
 
-def _held_bytes(leaf: Leaf, pick: Opinion) -> int:
+def _resident_bytes(leaf: Leaf, pick: Opinion) -> int:
     if pick.spec is None:
         return leaf.resident_bytes
     return leaf.bytes // cut_ways(leaf.spec, leaf.sizes)  # its spec has no faults
 
 
+@public
 def fsdp(*axes: str, min_bytes: int | None = None) -> Fsdp:
     """Returns the strategy that splits each leaf's storage over `axes` (FSDP, ZeRO-3).
 
-    The largest dim that is free, divides, and is not a stack of layers is split; a dim
-    that another rule took is never touched.
+    It splits the largest dim that is free, divisible, and not a stack of layers; a dim that
+    another rule has split is left unchanged.
 
     Args:
-        *axes: one axis of the mesh or several, which then split the dim together.
-        min_bytes: a leaf of fewer bytes is not split, since gathering it would cost more than it
-            saves. By default these are the smallest leaves, each under 1 MiB, that together make
-            up less than 1% of the model and add less than 10% to what each device holds. 0 splits
-            all that divide.
+        *axes: one mesh axis, or several that split the dim together.
+        min_bytes: a leaf with fewer bytes is not split, since gathering it would cost more than it
+            saves. By default, the smallest leaves, each under 1 MiB, stay replicated as long as
+            they make up less than 1% of the model and add less than 10% to what each device
+            holds. 0 splits every leaf that is divisible.
 
     Example:
         >>> import shardwise as sw
@@ -146,7 +149,7 @@ def fsdp(*axes: str, min_bytes: int | None = None) -> Fsdp:
     named = all(isinstance(a, str) and a for a in flat)
     if not flat or not named or len(set(flat)) != len(flat):
         raise ValueError(
-            f"fsdp({', '.join(map(repr, axes))}) needs one or more different axis names"
+            f"fsdp({', '.join(map(repr, axes))}) needs one or more distinct axis names"
         )
     is_count = isinstance(min_bytes, int) and not isinstance(min_bytes, bool) and min_bytes >= 0
     if min_bytes is not None and not is_count:
@@ -158,7 +161,7 @@ def fsdp(*axes: str, min_bytes: int | None = None) -> Fsdp:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Named:
-    """A strategy by its name, with what a name alone cannot say."""
+    """A strategy by name, with the options that a name cannot express."""
 
     name: str
     min_bytes: int | None = None
@@ -189,19 +192,19 @@ def flatten_rules(rules: Rules | Named, sizes: Mapping[str, int]) -> list[tuple[
     )
 
 
-def _named(given: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
-    name = given.name
+def _named(strategy: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
+    name = strategy.name
     parts = [part.strip() for part in name.split("+")]
     known = ("dp", "fsdp", "tensor")
     for part in parts:
         if part not in known:
             raise ValueError(
-                f"strategy {name!r} is not known: use 'dp', 'fsdp', 'tensor' or "
+                f"unknown strategy {name!r}: use 'dp', 'fsdp', 'tensor', or "
                 f"several joined by +, such as 'fsdp+tensor'"
             )
     if len(set(parts)) != len(parts) or {"dp", "fsdp"} <= set(parts):
         raise ValueError(
-            f"strategy {name!r} contradicts itself: use each part once, and dp or fsdp"
+            f"strategy {name!r} contradicts itself: use each part once, and either dp or fsdp"
         )
     chosen: list[tuple[str, Any]] = []
     if "dp" in parts:
@@ -210,7 +213,7 @@ def _named(given: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
         rule = tensor(_pick_axis("tensor", TENSOR_AXES, sizes))
         chosen.append((str(rule), rule))
     if "fsdp" in parts:
-        rule = fsdp(_pick_axis("fsdp", FSDP_AXES, sizes), min_bytes=given.min_bytes)
+        rule = fsdp(_pick_axis("fsdp", FSDP_AXES, sizes), min_bytes=strategy.min_bytes)
         chosen.append((str(rule), rule))
     return chosen
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from .._base import public
 from .._mesh import make_spec, padded
 from .._nnx import Leaf, Opinion
 from .flow import Flow, Group
@@ -37,15 +38,15 @@ class Tensor:
         return f"tensor({self.axis!r})"
 
 
+@public
 def tensor(axis: str) -> Tensor:
     """Returns the strategy that splits matching pairs of weights over `axis` (Megatron).
 
-    With `inputs` given to `layout`, or a `Recipe`, the forward pass is traced abstractly, and the
-    dims that are produced by one weight and summed over by another are split: column then row,
-    one all-reduce for each pair. A KV cache among the inputs that has such a dim is to be split
-    with it: the reason says where. Without inputs, and for leaves that the trace does not meet,
-    pairs are guessed from module types and widths. What cannot be decided is left alone, with
-    the reason.
+    If `layout` has `inputs` or a `Recipe`, the forward pass is traced abstractly, and dims that
+    one weight produces and another contracts are split: column then row, with one all-reduce per
+    pair. If an input such as a KV cache has such a dim too, the reason names it: split it the
+    same way. Without inputs, and for leaves that the trace does not reach, pairs are guessed from
+    module types and widths. A leaf that cannot be decided is left alone, with the reason.
 
     Example:
         >>> import jax, shardwise as sw
@@ -64,7 +65,7 @@ def tensor(axis: str) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A group that may be split, the leaf dims that go with it, and the factor split with it."""
+    """A group that may be split, the leaf dims in it, and the inner factor split along with it."""
 
     group: int
     members: Sequence[tuple[int, int]]
@@ -83,7 +84,7 @@ class _Choice:
                     self.members.setdefault(group, []).append((index, dim))
 
     def splits(self) -> Mapping[int, Split]:
-        """Returns the split of each leaf that the trace says anything about."""
+        """Returns the split of each leaf, as far as the trace decides it."""
         refused: dict[int, str] = {}
         candidates: list[_Candidate] = []
         for group, members in self.members.items():
@@ -91,7 +92,7 @@ class _Choice:
             if why is None and self.flow.groups[group].size % self.ways:
                 why = f"its size {self.flow.groups[group].size} cannot be split {self.ways} ways"
                 if self.flow.groups[group].written:
-                    # The compiler would split it in part, and gather it again at each call.
+                    # The compiler would split it partially, and gather it again at every call.
                     why += ", nor can the cache that has it"
                 else:
                     candidates += self._with_inner(group)
@@ -123,24 +124,24 @@ class _Choice:
         if info.scanned:
             return "a loop steps along it"
         if info.inputs and not (info.made and (info.sites or info.written)):
-            # What a weight makes and meets in an input, such as a KV cache, is another matter:
-            # the input is split alike, or each device takes its part of it.
+            # A dim that a weight produces and that an input such as a KV cache shares is fine:
+            # the input is split the same way, or each device takes its own part of it.
             return "it is a dim of the inputs"
         if info.recurs:
-            return "it is summed over and made again: the residual stream, or a layer used twice"
+            return "it is contracted and produced again: the residual stream, or a layer used twice"
         if info.broken:
             return info.broken[0]
         kinds = {site.kind for site in info.sites}
         if info.reduced and not (self.flow.is_loss and kinds <= {"lookup"}):
             return info.reduced[0]
         if "activations" in kinds:
-            return "it is summed over between two activations"
+            return "it is contracted between two activations"
         if "leaves" in kinds:
-            return "it is summed over between two leaves"
+            return "it is contracted between two leaves"
         if info.sites and not info.made and "lookup" not in kinds:
-            return "no weight makes what is summed over it, so only half of a pair could be split"
+            return "no weight produces it before it is contracted, so only half of a pair could be split"
         if not info.sites and not info.is_output and not info.reduced:
-            return "no weight sums over it and it does not leave the model"
+            return "no weight contracts it, and it is not a dim of the outputs"
         for index, dim in members:
             leaf = self.leaves[index]
             if sum(i == index for i, _ in members) > 1:
@@ -153,10 +154,10 @@ class _Choice:
         return None
 
     def _with_inner(self, group: int) -> list[_Candidate]:
-        """Returns the split of a group that is too small together with the factor inside it.
+        """Returns splits of a group that is too small, together with the factor inside it.
 
         Eight KV heads cannot be split sixteen ways, but the query heads that are grouped
-        under them can; the leaves that have the KV heads alone stay whole.
+        under them can; leaves with only the KV heads stay replicated.
         """
         size = self.flow.groups[group].size
         if self.ways % size:
@@ -176,7 +177,7 @@ class _Choice:
         return found
 
     def _preference(self, candidate: _Candidate) -> tuple[bool, int, int]:
-        """Sorts pairs before lone columns, then by the bytes that are split."""
+        """Sorts pairs before single columns, then by the bytes that are split."""
         info = self.flow.groups[candidate.group]
         weight = sum(self.leaves[index].bytes for index, _ in candidate.members)
         return (not info.sites, -weight, candidate.members[0][0])
@@ -194,21 +195,21 @@ class _Choice:
             effect = f"{sums} all-reduce{'s' if sums > 1 else ''} in the forward pass"
         else:
             effect = "no all-reduce"
-            effect = effect if info.reduced else f"its outputs leave the model split; {effect}"
+            effect = effect if info.reduced else f"the outputs of the model are split; {effect}"
         if info.reduced:
-            effect += ", but of what the loss reduces along it"
+            effect += ", except where the loss reduces along it"
         effect += self._shared(info, candidate)
         looked = any(site.kind == "lookup" for site in info.sites)
         word = "looked up" if looked else "traced"
         return f"dim {dim}, {word} as one dim of {size}{together}: {effect}"
 
     def _shared(self, info: Group, candidate: _Candidate) -> str:
-        """Returns which inputs have the dim too: they are to be split with it."""
+        """Returns which inputs share the dim, and must be split with it."""
         if not info.inputs or candidate.inner is not None:
             return ""
         names = [f"{self.flow.input_names[i]} (dim {dim})" for i, dim in info.inputs]
         more = " …" if len(names) > 2 else ""
-        return f"; split the inputs that share it alike: {', '.join(names[:2])}{more}"
+        return f"; split the inputs that share it the same way: {', '.join(names[:2])}{more}"
 
     def _left_alone(self, index: int, refused: Mapping[int, str]) -> str:
         parts = []

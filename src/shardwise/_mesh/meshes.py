@@ -1,4 +1,4 @@
-"""Meshes by name: of devices that are here, of virtual ones, or of none at all."""
+"""Meshes by name: of this machine's devices, of virtual devices, or of none at all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._base import either, option
+from .._base import either, option, public
 from .._chips import MOST_DEVICES, Chips, parse_chips
 
 AnyMesh = Mesh | AbstractMesh
 _MOST_CPU_DEVICES = 1024
-# The axes that a batch is split over, by their names.
+# The names of axes that a batch is split over.
 DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
 
 
+@public
 def mesh(
     axes: str | Mapping[str, int],
     on: str | Sequence[Any] | None = None,
@@ -30,16 +31,16 @@ def mesh(
     Args:
         axes: `"data=2,model=4"` or `{"data": 2, "model": 4}`; one size may be -1, which
             is inferred from the number of devices.
-        on: None for all the devices that are here; `"cpu:8"` for eight virtual CPU devices;
+        on: None for all devices of this machine; `"cpu:8"` for eight virtual CPU devices;
             `"none"` for no devices at all (an `AbstractMesh`: arithmetic only); a chip and its
-            topology (`"v5p:4x8x8"`, `"h200:8x8"`) for chips that are not here, also an
+            topology (`"v5p:4x8x8"`, `"h200:8x8"`) for chips that are not attached, also an
             `AbstractMesh`; or a sequence of devices.
-        explicit: True for axes of type Explicit, or the names of those that are; the
-            default is Auto, under which a model works unchanged unless it names axes itself, with
-            `out_sharding=` or `reshard`: that needs Explicit.
+        explicit: True to make all axes Explicit, or the names of those to make Explicit. The
+            default is Auto, under which any model works unchanged unless it names axes itself
+            with `out_sharding=` or `reshard`, which needs Explicit axes.
 
     Raises:
-        ValueError: the axes do not parse, do not fit the devices, or name none that exist.
+        ValueError: the axes do not parse or do not fit the devices, or `on` names no devices.
 
     Example:
         >>> import shardwise as sw
@@ -54,7 +55,7 @@ def mesh(
         if -1 in sizes.values():
             raise ValueError(
                 f"{_show(sizes)} leaves a size to be inferred, but {option('on', 'none')} has no devices to "
-                f"count: give every size"
+                f"infer it from: give every size"
             )
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
     if isinstance(on, str) and not _is_cpu(on):
@@ -69,7 +70,7 @@ def mesh(
     shape, names = tuple(sizes.values()), tuple(sizes)
     try:
         return jax.make_mesh(shape, names, axis_types=types, devices=devices)
-    except NotImplementedError:  # the axes are no products of the TPU's torus: split one of its own
+    except NotImplementedError:  # no product of torus axes gives these sizes: split a torus axis
         ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(ordered, names, axis_types=types)
 
@@ -80,7 +81,7 @@ def show_mesh(mesh: AnyMesh) -> str:
 
 
 def chips_of(mesh: AnyMesh) -> Chips | None:
-    """Returns the chips that a mesh from `sw.mesh(on="v5p:4x8x8")` is made of, if it is one."""
+    """Returns the chips of a mesh from `sw.mesh(on="v5p:4x8x8")`, or None for any other mesh."""
     found = mesh.abstract_device if isinstance(mesh, AbstractMesh) else None
     return found if isinstance(found, Chips) else None
 
@@ -109,9 +110,9 @@ def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
             size = size.strip()
             if not equals or not (size.isascii() and size.removeprefix("-").isdecimal()):
                 raise ValueError(
-                    f"mesh {axes!r} has {part.strip()!r} where an axis should be: {form}"
+                    f"mesh {axes!r} has {part.strip()!r} where an axis is expected: {form}"
                 )
-            # Python refuses to read numbers of thousands of digits; none is a size.
+            # Python refuses to parse integers with thousands of digits, and no size is that large.
             pairs.append((name.strip(), int(size) if len(size) < 20 else MOST_DEVICES + 1))
     elif isinstance(axes, Mapping):
         pairs = list(axes.items())
@@ -122,17 +123,17 @@ def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"mesh axis {name!r} is not a name: {form}")
         if name in sizes:
-            raise ValueError(f"mesh axis {name!r} stands twice in {axes!r}: give each axis once")
+            raise ValueError(f"mesh axis {name!r} appears twice in {axes!r}: give each axis once")
         if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
             raise ValueError(
-                f"mesh axis {name!r} has size {size!r}: give a positive number, or -1 to infer it"
+                f"mesh axis {name!r} has size {size!r}: give a positive integer, or -1 to infer it"
             )
         sizes[name] = size
     if not sizes:
         raise ValueError(f"the mesh has no axes: {form}")
     if math.prod(size for size in sizes.values() if size != -1) > MOST_DEVICES:
         raise ValueError(
-            f"mesh {_short(str(axes))!r} has more than {MOST_DEVICES:,} devices, the most there may be"
+            f"mesh {_short(str(axes))!r} has more devices than the limit of {MOST_DEVICES:,}"
         )
     if list(sizes.values()).count(-1) > 1:
         raise ValueError(f"mesh {_show(sizes)} has more than one size -1: only one can be inferred")
@@ -157,7 +158,7 @@ def _is_cpu(on: str) -> bool:
 
 
 def _devices(on: str | Sequence[Any] | None) -> tuple[list[Any], str]:
-    """Returns the devices that `on` names, and the words that say how many there are."""
+    """Returns the devices that `on` names, and the start of a clause that counts them."""
     if on is None:
         devices = jax.devices()
         return devices, f"the {devices[0].platform} backend has"
@@ -165,13 +166,13 @@ def _devices(on: str | Sequence[Any] | None) -> tuple[list[Any], str]:
         devices = list(on)
         if not devices or not all(isinstance(d, jax.Device) for d in devices):
             raise ValueError(
-                f"on={on!r} is not a sequence of devices: give jax.devices() or a part of it"
+                f"on={on!r} is not a sequence of devices: give jax.devices() or some of them"
             )
         return devices, "on= has"
     count_text = on.strip().partition(":")[2].strip()
     if not (count_text.isascii() and count_text.isdecimal()) or not count_text.strip("0"):
         raise ValueError(f"{option('on', on)} does not say how many CPU devices: write 'cpu:8'")
-    # Python reads no integer of thousands of digits, and none so long can be had.
+    # Python refuses to parse integers with thousands of digits, and no count is that large.
     return _cpu_devices(int(count_text[:18])), f"{option('on', on)} has"
 
 
@@ -179,20 +180,20 @@ def _cpu_devices(count: int) -> list[Any]:
     if count > _MOST_CPU_DEVICES:
         raise ValueError(
             f"{option('on', f'cpu:{count}')} asks for more than {_MOST_CPU_DEVICES} virtual devices: "
-            f"{option('on', 'none')} plans for any number of them"
+            f"{option('on', 'none')} plans for any number of devices"
         )
     settings: Any = jax.config
     if jax.distributed.is_initialized():
-        # Each process has made its own already; the number is that of all of them together.
+        # Each process has created its own devices already; `count` is the total over processes.
         devices = jax.devices("cpu")
         if len(devices) < count:
             raise ValueError(
                 f"{option('on', f'cpu:{count}')} needs {count} CPU devices, but the "
-                f"{jax.process_count()} processes of this run have {len(devices)} together: start "
-                f"them with more (shardwise launch --devices N makes N for each)"
+                f"{jax.process_count()} processes of this run have {len(devices)} in total: start "
+                f"them with more (shardwise launch --devices N gives each process N)"
             )
         return devices[:count]
-    # JAX refuses the setting once a backend runs; that refusal is the one public sign of it.
+    # JAX refuses the setting once a backend runs, and no other public API tells whether one does.
     if settings.jax_num_cpu_devices < count:
         try:
             jax.config.update("jax_num_cpu_devices", count)
@@ -202,7 +203,7 @@ def _cpu_devices(count: int) -> list[Any]:
         devices = jax.devices("cpu")
     except RuntimeError as error:
         raise ValueError(
-            f"{option('on', f'cpu:{count}')} needs the CPU backend, which JAX cannot start here "
+            f"{option('on', f'cpu:{count}')} needs the CPU backend, which JAX cannot start "
             f"(jax_platforms is {settings.jax_platforms!r}): add cpu to it"
         ) from error
     if len(devices) < count:
@@ -216,11 +217,11 @@ def _cpu_devices(count: int) -> list[Any]:
 
 
 def _require_each_process(devices: Sequence[Any]) -> None:
-    """Refuses a mesh without devices of one of the processes: it could not take part in a step."""
+    """Raises if the mesh has no device of some process: that process could not take part."""
     missing = set(range(jax.process_count())) - {device.process_index for device in devices}
     if missing:
         raise ValueError(
-            f"the mesh has {len(devices)} of the {jax.device_count()} devices, none of them of process "
+            f"the mesh has {len(devices)} of the {jax.device_count()} devices, but none from process "
             f"{min(missing)}: each of the {jax.process_count()} processes needs one, so use all "
             f"devices, or start fewer processes"
         )
@@ -235,22 +236,22 @@ def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -
         return sizes
     needs = f"a multiple of {known}" if -1 in sizes.values() else str(known)
     if count > 10**9:
-        help_text = "give sizes whose product is that"
+        help_text = "give sizes with that product"
     else:
         found = _factorisations(count, sizes)
         fits = "; ".join(_show(dict(zip(sizes, f, strict=True))) for f in found)
-        help_text = f"what fits {count}: {fits}"
+        help_text = f"these fit {count}: {fits}"
     if known < count and devices and -1 not in sizes.values():
         is_cpu = devices[0].platform == "cpu"
         part = option("on", f"cpu:{known}") if is_cpu else f"on=jax.devices()[:{known}]"
-        # Not the first few of other devices: a shell has no words for them.
+        # The command line has no way to select some of the other kinds of devices.
         if is_cpu or not either("", "shell"):
             help_text += f"; or {part} for {known} of them"
     raise ValueError(f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}")
 
 
 def _factorisations(count: int, sizes: Mapping[str, int], most: int = 6) -> list[tuple[int, ...]]:
-    """Returns ways to write `count` as one factor per axis, nearest to `sizes` first."""
+    """Returns ways to write `count` as one factor per axis, those closest to `sizes` first."""
     low = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
     divisors = sorted({*low, *(count // d for d in low)})
 

@@ -1,6 +1,6 @@
 """Arithmetic on PartitionSpecs: what a spec does to a shape on a mesh, and what is wrong with it.
 
-Nothing here builds a `NamedSharding`: a wrong spec must be described, not raised upon.
+Nothing here builds a `NamedSharding`: a wrong spec is to be described, not raised as an error.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_spec(axes: Iterable[Axes]) -> P:
 
 
 def normal_spec(spec: P) -> P:
-    """Returns `spec` without trailing Nones, so that specs that mean the same are equal."""
+    """Returns `spec` without trailing Nones, so that equivalent specs compare equal."""
     return make_spec(spec_axes(spec))
 
 
@@ -71,7 +71,7 @@ def parse_spec(text: str) -> P:
     """Returns the spec written as `P(None, 'model')`; the inverse of `show_spec`.
 
     Raises:
-        ValueError: the text is not such a spec.
+        ValueError: the text is not a spec.
     """
     wanted = f"{text!r} is not a spec: write it as P(None, 'model') or P(('data', 'model'))"
     try:
@@ -91,7 +91,7 @@ def require_spec(value: Any, source: str) -> P:
     """Returns `value` if it is a spec of names, Nones and tuples of names.
 
     Raises:
-        ValueError: it is something else; `source` says who gave it.
+        ValueError: it is something else; `source` says where it comes from.
     """
     if not isinstance(value, P):
         raise ValueError(
@@ -102,8 +102,8 @@ def require_spec(value: Any, source: str) -> P:
         plain = entry is None or isinstance(entry, str)
         if not plain and not (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry)):
             raise ValueError(
-                f"{source} gave {show_spec(value)}, whose entry {show_value(entry)} is neither None, "
-                f"an axis name, nor a tuple of axis names"
+                f"{source} gave {show_spec(value)}, whose entry {show_value(entry)} is not None, "
+                f"an axis name, or a tuple of axis names"
             )
     return value
 
@@ -115,15 +115,15 @@ def faults(
     names: frozenset[str] = frozenset(),
     places: Mapping[str, str | None] | None = None,
 ) -> list[Fault]:
-    """Returns every reason why JAX would refuse `spec` for `shape` on a mesh of `sizes`.
+    """Returns every reason why JAX would reject `spec` for `shape` on a mesh of `sizes`.
 
     Args:
         shape: the array's shape.
-        spec: the spec to judge.
+        spec: the spec to check.
         sizes: the mesh's axes and their sizes.
-        names: logical names that the model's annotation left in the spec, so that an
-            unresolved name is told from a mistyped axis.
-        places: the axis to suggest for each unresolved name, or None to leave it whole; without,
+        names: logical names that the model's annotation left in the spec, to distinguish an
+            unresolved name from a mistyped axis.
+        places: the axis to suggest for each unresolved name, or None to replicate it; by default,
             one that suits this array.
     """
     found: list[Fault] = []
@@ -138,8 +138,9 @@ def faults(
             found.append(
                 Fault(
                     "SW109",
-                    f"name {axis!r} of the annotation resolves to no axis of the mesh ({mesh_axes})",
-                    "say where it goes: "
+                    f"name {axis!r} in the annotation does not resolve to an axis of the mesh "
+                    f"({mesh_axes})",
+                    "map it to an axis: "
                     + either(
                         f"sw.layout(..., logical={{{axis!r}: {to!r}}})",
                         f"--rules with [logical] {axis} = {[] if to is None else to!r}",
@@ -170,7 +171,7 @@ def faults(
                 Fault(
                     "SW102",
                     f"axis {axis!r} is used {len(dims)} times, for {where}",
-                    "an axis splits one dim once: drop all but one of them",
+                    "each axis may be used only once: keep one use and drop the others",
                 )
             )
     if len(axes) > len(shape):
@@ -202,13 +203,13 @@ def faults(
 def places_for_names(
     arrays: Iterable[tuple[Sequence[int], P]], names: frozenset[str], sizes: Mapping[str, int]
 ) -> dict[str, str | None]:
-    """Returns an axis for each name that is none, under which every array can be split.
+    """Returns an axis for each unresolved name, such that every array can be split.
 
-    The last axis of the mesh is preferred; a name that suits none is None: left whole.
+    The last axis of the mesh is preferred; a name that no axis suits maps to None: replicated.
 
     Args:
-        arrays: shapes, and specs that may have names.
-        names: what is a name.
+        arrays: shapes, and specs that may contain names.
+        names: the logical names.
         sizes: the mesh's axes and their sizes.
     """
     arrays = list(arrays)
@@ -232,16 +233,16 @@ def places_for_names(
 def _worse(
     shape: Sequence[int], spec: P, places: Mapping[str, str | None], sizes: Mapping[str, int]
 ) -> bool:
-    """Says whether an array has faults with these places that it has not with the names whole."""
-    whole = dict.fromkeys(places)
-    before, after = (_problems(shape, _placed(spec, at), sizes) for at in (whole, places))
+    """Returns whether these places cause faults that replicating along the names would not."""
+    replicated = dict.fromkeys(places)
+    before, after = (_problems(shape, _placed(spec, at), sizes) for at in (replicated, places))
     return bool(after - before)
 
 
 def _problems(
     shape: Sequence[int], spec: P, sizes: Mapping[str, int]
 ) -> set[tuple[str, str | int]]:
-    """Returns the codes of what is wrong but for unknown axes, each with its axis or dim."""
+    """Returns the codes of all faults except unknown axes, each with its axis or dim."""
     axes = spec_axes(spec)
     flat = list(itertools.chain(*axes))
     found: set[tuple[str, str | int]] = {("SW102", a) for a in flat if flat.count(a) > 1}
@@ -254,7 +255,7 @@ def _problems(
 
 
 def _placed(spec: P, places: Mapping[str, str | None]) -> P:
-    """Returns a spec in which each name is the axis that it goes to."""
+    """Returns a spec with each name replaced by the axis that it maps to."""
     return make_spec(
         [
             tuple(a for a in (places.get(axis, axis) for axis in entry) if a)
@@ -264,7 +265,7 @@ def _placed(spec: P, places: Mapping[str, str | None]) -> P:
 
 
 def ways(spec: P, sizes: Mapping[str, int]) -> int:
-    """Returns into how many different shards `spec` cuts an array."""
+    """Returns the number of distinct shards that `spec` splits an array into."""
     return math.prod(sizes[axis] for axis in itertools.chain(*spec_axes(spec)))
 
 
@@ -280,7 +281,7 @@ def shard_shape(shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> tupl
 def divisible_dims(
     shape: Sequence[int], taken: Sequence[Axes], ways: int, *, skip: Iterable[int] = ()
 ) -> list[int]:
-    """Returns the dims that are free and divide `ways` ways, largest first."""
+    """Returns the free dims whose size is divisible by `ways`, largest first."""
     skipped = set(skip)
     dims = [
         d
@@ -293,12 +294,12 @@ def divisible_dims(
 def _divides(
     shape: Sequence[int], axes: Sequence[Axes], sizes: Mapping[str, int], dim: int, sound: bool
 ) -> str:
-    """Returns help that names a spec of the same axes which divides, if one exists.
+    """Returns help that names a spec with the same axes that divides evenly, if there is one.
 
-    A spec that keeps to the same dims is preferred, then one that splits large dims.
+    A spec that splits the same dims is preferred, then one that splits large dims.
     """
     by = math.prod(sizes.get(a, 1) for a in axes[dim])
-    pad = f"pad dim {dim} to {-(-shape[dim] // by) * by}, or leave it whole"
+    pad = f"pad dim {dim} to {-(-shape[dim] // by) * by}, or do not split it"
     if not sound or len(shape) > 6:
         return pad
     used = {d for d, entry in enumerate(axes) if entry}
@@ -317,11 +318,11 @@ def _divides(
                 entries = [placed.get(d, ()) for d in range(len(shape))]
                 spec = P(*(e[0] if len(e) == 1 else (e or None) for e in entries))
                 return f"{show_spec(spec)} divides evenly"
-    return f"no order of these axes divides {tuple(shape)}; {pad}"
+    return f"no arrangement of these axes divides {tuple(shape)} evenly; {pad}"
 
 
 def _nearest(axis: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> str | None:
-    """Returns help that names the axis that was meant, if there is one that the array allows."""
+    """Returns help that names the axis that was probably intended, if the array allows one."""
     import difflib
 
     close = difflib.get_close_matches(axis, list(sizes))
@@ -330,5 +331,5 @@ def _nearest(axis: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int])
     if fits:
         return f"did you mean {fits[0]!r}? {has}"
     if close:
-        return f"the nearest is {close[0]!r}, which does not suit shape {tuple(shape)} here; {has}"
+        return f"the closest is {close[0]!r}, which does not fit shape {tuple(shape)}; {has}"
     return None

@@ -6,7 +6,6 @@ from .abstract import abstract_model as abstract_model
 from .abstract import leaves_of as leaves_of
 from .abstract import shape_of as shape_of
 from .abstract import sharding_rules_of as sharding_rules_of
-from .build import trace_build as trace_build
 from .leaf import Leaf as Leaf
 from .leaf import Left as Left
 from .leaf import Opinion as Opinion

@@ -1,4 +1,4 @@
-"""Any NNX model as an abstract state and a list of leaves, without making an array."""
+"""Any NNX model as abstract state and a list of leaves, without creating an array."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from .._mesh import AnyMesh
 from .build import trace_build
@@ -28,8 +28,10 @@ class AbstractModel:
         graphdef: its structure.
         state: its state, every array a `jax.ShapeDtypeStruct`.
         variables: each variable (or bare array) with its keys, in the order of the state.
-        modules: the modules that hold them, by keys.
-        typed: the specs that arrays were made with, by keys: `jnp.zeros(…, out_sharding=P("model"))`.
+        modules: the modules that contain them, by keys.
+        typed: the specs of arrays created with one, by keys: `jnp.zeros(…, out_sharding=P("model"))`.
+        program: the jaxpr that initialises the state, of a factory; None for a model that exists.
+        mesh: the mesh under which the factory was traced, if it needs one; else None.
     """
 
     graphdef: Any
@@ -37,6 +39,8 @@ class AbstractModel:
     variables: tuple[tuple[Keys, Any], ...]
     modules: Mapping[Keys, Any]
     typed: Mapping[Keys, tuple[Any, ...]]
+    program: Any = None
+    mesh: AbstractMesh | None = None
 
 
 def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
@@ -44,21 +48,23 @@ def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
 
     Args:
         model: the model.
-        mesh: the mesh that a factory finds if it names axes.
+        mesh: the mesh to build on if the factory names axes.
 
     Raises:
-        ValueError: it is none of these, or the factory returns something else.
+        ValueError: it is none of these, or the factory does not return a module.
     """
     typed: dict[Keys, tuple[Any, ...]] = {}
+    program = on = None
     if isinstance(model, nnx.Module):
         built = model
         graphdef, state = nnx.split(built)
         state = jax.tree.map(shape_of, state)
     elif callable(model):
-        graphdef, state, on = trace_build(model, lambda build: nnx.eval_shape(build), mesh)
+        # The only trace of a factory: what initialises the model later is this very program.
+        graphdef, program, state, on = trace_build(model, mesh)
         if on is not None:
             typed = _typed(state)
-            state = jax.tree.map(shape_of, state)
+        state = jax.tree.map(shape_of, state)
         built = nnx.merge(graphdef, state)
     else:
         raise ValueError(
@@ -71,7 +77,7 @@ def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
         for depth in range(1, len(keys)):
             if keys[:depth] not in modules:
                 modules[keys[:depth]] = child_of(modules[keys[: depth - 1]], keys[depth - 1])
-    return AbstractModel(graphdef, state, variables, modules, typed)
+    return AbstractModel(graphdef, state, variables, modules, typed, program, on)
 
 
 def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
@@ -100,7 +106,7 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
 
 
 def sharding_rules_of(variable: Any) -> Any:
-    """Returns the pairs of name and axis that a variable carries itself."""
+    """Returns the (name, axis) pairs in a variable's own metadata."""
     if not isinstance(variable, nnx.Variable):
         return ()
     return variable.get_metadata().get("sharding_rules") or ()
@@ -114,9 +120,9 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _annotation(variable: nnx.Variable) -> tuple[Any, ...] | None:
-    """Returns the entries of a variable's annotation, however it was spelled."""
+    """Returns the entries of a variable's annotation, however it was written."""
     sharding = variable.get_metadata().get("out_sharding")
-    sharding = getattr(sharding, "sharding", sharding)  # a Format holds a sharding
+    sharding = getattr(sharding, "sharding", sharding)  # a Format wraps a sharding
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:
@@ -161,7 +167,7 @@ def _is_known(model: AbstractModel, keys: Keys) -> bool:
 
 
 def _extra_dims(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Returns the dims of `shape` that `expected` does not have, as early as can be."""
+    """Returns the dims of `shape` that `expected` does not have, the leading ones if in doubt."""
     if expected is None or len(shape) <= len(expected):
         return ()
     extra: list[int] = []
@@ -175,7 +181,7 @@ def _extra_dims(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> tup
 
 
 def _spread_stacks(leaves: list[Leaf], known: set[Keys]) -> list[Leaf]:
-    """Marks leaves of the user's own modules as stacked where all of Flax's beside them are."""
+    """Marks leaves of the user's own modules as stacked if all Flax layers next to them are."""
     stacks: dict[Keys, set[int | None]] = {}
     for leaf in leaves:
         if leaf.keys in known:

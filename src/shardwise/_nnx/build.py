@@ -1,4 +1,4 @@
-"""Building a model under a trace, as the caller would get it."""
+"""Building a model under a trace, just as the caller would build it."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from .._jax import quick_tracing
 from .._mesh import AnyMesh, show_mesh
 from .hidden import compute_hidden, fill_hidden, hidden_tracers
 
-Trace = Callable[[Callable[[], Any]], Any]
-
 
 class Built(NamedTuple):
     """What a factory builds, as a trace sees it.
 
     Attributes:
         graphdef: the model's structure.
-        traced: what the trace returned.
-        mesh: the mesh under which it was built, if it asks for one; else None.
+        program: the jaxpr that computes its state.
+        shapes: the state, its arrays abstract.
+        mesh: the mesh under which it was built, if the factory needs one; else None.
     """
 
     graphdef: Any
-    traced: Any
+    program: Any
+    shapes: Any
     mesh: AbstractMesh | None
 
 
-def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = None) -> Built:
+def trace_build(make: Callable[[], Any], mesh: AnyMesh | None = None) -> Built:
     """Returns what `make` builds.
 
     Args:
         make: the factory.
-        trace: such as `jax.eval_shape`: called with a function that returns the state.
-        mesh: the mesh of a factory that names axes, as in `jnp.zeros(…, out_sharding=P("model"))`.
+        mesh: for a factory that names axes, as in `jnp.zeros(…, out_sharding=P("model"))`.
 
     Raises:
-        ValueError: the factory cannot be called so.
+        ValueError: the factory cannot be called without arguments, or cannot be traced.
     """
     require_factory(make)
     try:
-        return _built(make, trace, None)
+        return _built(make, None)
     except TraceContextError as error:
         raise ValueError(
-            "the model's factory changes something that was made outside it, such as an "
-            "nnx.Rngs: make it inside, so that every call builds the same model"
+            "the model's factory changes something that was created outside it, such as an "
+            "nnx.Rngs: create it inside, so that every call builds the same model"
         ) from error
     except Exception as error:
-        # All of JAX's sentences about a spec without a mesh have the word; and an empty mesh has
-        # no axis to ask for.
+        # Every JAX error about a spec without a mesh contains the word; and looking up an axis of
+        # an empty mesh is a KeyError. They are ValueErrors, RuntimeErrors and others without a
+        # property; trying a mesh for every error instead would call a failing factory three times.
         names_mesh = "mesh" in str(error).lower()
         if mesh is None or not (names_mesh or isinstance(error, KeyError)):
             raise
@@ -63,7 +63,7 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
     last: Exception = without_mesh
     for on in _kinds(mesh):
         try:
-            return _built(make, trace, on)
+            return _built(make, on)
         except Exception as error:
             last = error
     if not names_mesh:
@@ -74,8 +74,8 @@ def trace_build(make: Callable[[], Any], trace: Trace, mesh: AnyMesh | None = No
     ) from last
 
 
-def _built(make: Callable[[], Any], trace: Trace, on: AbstractMesh | None) -> Built:
-    graphdef, traced, hidden = _trace(make, trace, on, {})
+def _built(make: Callable[[], Any], on: AbstractMesh | None) -> Built:
+    built, hidden = _trace(make, on, {})
     if hidden:
         found = []
 
@@ -86,14 +86,14 @@ def _built(make: Callable[[], Any], trace: Trace, on: AbstractMesh | None) -> Bu
 
         with _on(on):
             closed = jax.make_jaxpr(build)()
-        graphdef, traced, _ = _trace(make, trace, on, compute_hidden(closed, found))
-    return Built(graphdef, traced, on)
+        built, _ = _trace(make, on, compute_hidden(closed, found))
+    return built
 
 
 def _trace(
-    make: Callable[[], Any], trace: Trace, on: AbstractMesh | None, values: dict[str, Any]
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the graphdef, what `trace` returns, and the tracers that the graphdef holds."""
+    make: Callable[[], Any], on: AbstractMesh | None, values: dict[str, Any]
+) -> tuple[Built, dict[str, Any]]:
+    """Returns what `make` builds, and the tracers inside its graphdef."""
     kept: list[Any] = []
 
     def build() -> Any:
@@ -106,32 +106,32 @@ def _trace(
         return state
 
     with _on(on):
-        traced = trace(build)
+        program, shapes = jax.make_jaxpr(build, return_shape=True)()
     graphdef, hidden = kept
-    return graphdef, traced, hidden
+    return Built(graphdef, program, shapes, on), hidden
 
 
 @contextlib.contextmanager
 def _on(mesh: AbstractMesh | None) -> Iterator[None]:
     use = jax.sharding.use_abstract_mesh
-    # A mesh that the caller has set would type what is built; the layout's own is in outputs.
+    # A mesh that the caller has set would end up in the types of what is built.
     ours = use(mesh) if mesh is not None else contextlib.nullcontext()
     with use(AbstractMesh((), ())), ours, quick_tracing():
         yield
 
 
 def _kinds(mesh: AnyMesh) -> list[AbstractMesh]:
-    """Returns the mesh with axes of either type: constraints want Auto, types want Explicit."""
+    """Returns the mesh with Auto and with Explicit axes: constraints need Auto, types Explicit."""
     sizes, names = tuple(mesh.shape.values()), tuple(mesh.shape)
     kinds = (AxisType.Auto, AxisType.Explicit)
     return [AbstractMesh(sizes, names, axis_types=(kind,) * len(names)) for kind in kinds]
 
 
 def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
-    """Returns `make()`, built without eager sharding, and otherwise as the caller would get it."""
+    """Returns `make()`, built without eager sharding, and otherwise as the caller would build it."""
     ambient = nnx.using_eager_sharding()
-    # Eager sharding would place each annotated variable as it is made, by names that
-    # may not be axes; the layout does the placing.
+    # Eager sharding would place each annotated variable on creation, by names that may not be
+    # axes; placement is up to the layout.
     with nnx.use_eager_sharding(False):
         built = make()
     if not isinstance(built, nnx.Module):
@@ -140,11 +140,11 @@ def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
         )
     for _, node in nnx.iter_graph(built):
         if isinstance(node, nnx.Variable) and ambient:
-            # The flag is metadata, hence part of the tree structure: left off, no tree of ours
-            # would pair with a tree of the caller's own model.
+            # The flag is metadata, hence part of the tree structure: without it, our trees would
+            # not match those of the caller's own model.
             node.set_metadata("eager_sharding", True)
         elif isinstance(node, nnx.Module):
-            # Within a trace, Flax takes a bare array for a static attribute; it is data.
+            # Within a trace, Flax mistakes a bare array for a static attribute; it is data.
             for name, value in list(vars(node).items()):
                 if isinstance(value, jax.Array):
                     setattr(node, name, nnx.data(value))

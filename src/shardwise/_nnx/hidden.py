@@ -1,8 +1,8 @@
 """Arrays that a model keeps outside its state: in helper objects, closures and partials.
 
 Flax treats such an attribute as static, and its arrays as constants of the model. A model that is
-built under a trace holds tracers there instead, which must not outlive the trace: they are
-computed once, concretely, and put back in their place.
+built under a trace has tracers there instead, which must not outlive the trace: their values are
+computed once, concretely, and put in their place.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from typing import Any, cast
 import jax
 from flax import nnx
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from .._jax import cut_jaxpr
+from .._jax import cut_jaxpr, data_attributes, is_literal, jaxpr_as_fun
 
 Swap = Callable[[Any, str], Any]
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy")
@@ -25,10 +24,10 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleT
 
 
 def hidden_tracers(model: nnx.Module) -> dict[str, Any]:
-    """Returns the tracers in static attributes, by where they are, such as `rope.sin`.
+    """Returns the tracers in static attributes, by location, such as `rope.sin`.
 
     Raises:
-        ValueError: an attribute is a container of arrays, which Flax refuses outside of a trace.
+        ValueError: an attribute is a container of arrays, which Flax rejects outside of a trace.
     """
     found: dict[str, Any] = {}
 
@@ -41,22 +40,22 @@ def hidden_tracers(model: nnx.Module) -> dict[str, Any]:
         _Walk(note)(value, where)
         if len(found) > before and isinstance(value, tuple | list | dict | set):
             raise ValueError(
-                f"{where} of {type(node).__name__} is a {type(value).__name__} that holds arrays, "
-                f"which Flax refuses in a static attribute: assign self.{name} = nnx.data(…), or "
+                f"{where} of {type(node).__name__} is a {type(value).__name__} of arrays, "
+                f"which Flax rejects in a static attribute: assign self.{name} = nnx.data(…), or "
                 f"keep them in an nnx.Variable"
             )
     return found
 
 
 def fill_hidden(model: nnx.Module, values: dict[str, Any]) -> None:
-    """Puts concrete arrays where `hidden_tracers` found tracers in a model built alike."""
+    """Puts concrete arrays where `hidden_tracers` found tracers in a model of the same factory."""
 
     def put(tracer: Any, where: str) -> Any:
         value = values.get(where)
         if value is None or value.shape != tracer.shape or value.dtype != tracer.dtype:
             raise ValueError(
-                f"{where} holds an array that differs from one call of the model's factory to "
-                f"the next: the factory must build the same model every time"
+                f"the array at {where} differs from one call of the model's factory to the next: "
+                f"the factory must build the same model every time"
             )
         return value
 
@@ -67,36 +66,36 @@ def fill_hidden(model: nnx.Module, values: dict[str, Any]) -> None:
 
 
 def compute_hidden(closed: Any, where: Sequence[str]) -> dict[str, Any]:
-    """Returns the last outputs of a closed jaxpr, one for each place, and computes nothing else."""
+    """Returns the last outputs of a closed jaxpr, one per location, and computes nothing else."""
     jaxpr = closed.jaxpr
     outvars = jaxpr.outvars[len(jaxpr.outvars) - len(where) :]
-    needed = {v for v in outvars if not isinstance(v, Literal)}
+    needed = {v for v in outvars if not is_literal(v)}
     eqns = []
     for eqn in reversed(jaxpr.eqns):
         if needed.intersection(eqn.outvars):
             eqns.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needed.update(v for v in eqn.invars if not is_literal(v))
     part = cut_jaxpr(jaxpr, list(jaxpr.constvars), outvars, eqns[::-1])
-    # Without jit, as it would be had the model been built eagerly.
-    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*closed.consts)
+    # Without jit, so that the values are those of a model that is built eagerly.
+    values = jaxpr_as_fun(part)(*closed.consts)
     return dict(zip(where, values, strict=True))
 
 
 def _static_attributes(model: nnx.Module) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yields where it is, its module, its name and its value."""
+    """Yields the location, module, name and value of each static attribute."""
     for path, node in list(nnx.iter_graph(model)):
         if not isinstance(node, nnx.Pytree):
             continue
-        is_data = getattr(node, "_pytree__nodes", {})
+        data = data_attributes(node)
         for name, value in list(vars(node).items()):
-            if not name.startswith("_pytree__") and not is_data.get(name, False):
+            if not name.startswith("_pytree__") and name not in data:
                 yield ".".join(map(str, (*path, name))), node, name, value
 
 
 class _Walk:
-    """Visits all that a static attribute refers to, and swaps the tracers in it.
+    """Visits everything that a static attribute refers to, and replaces the tracers in it.
 
-    What can be changed is changed in place; tuples and the like are made anew.
+    Mutable containers are changed in place; tuples and other immutable ones are rebuilt.
     """
 
     def __init__(self, swap: Swap):
@@ -140,7 +139,7 @@ class _Walk:
                 args = self(value.args, f"{where}.args")
                 keywords = self(dict(value.keywords), f"{where}.keywords")
                 func = self(value.func, f"{where}.func")
-                # The one way to change one in place, as pickle does.
+                # The only way to change a partial in place, which pickle uses too.
                 cast(Any, value).__setstate__((func, args, keywords, vars(value)))
                 return value
             case types.MethodType():
@@ -155,10 +154,10 @@ class _Walk:
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             try:
-                held = cell.cell_contents
+                content = cell.cell_contents
             except ValueError:  # a variable that was never set
                 continue
-            if (new := self(held, f"{where} (its variable {name})")) is not held:
+            if (new := self(content, f"{where} (its variable {name})")) is not content:
                 cell.cell_contents = new
         if function.__defaults__:
             function.__defaults__ = self(function.__defaults__, f"{where} (a default)")
@@ -166,16 +165,16 @@ class _Walk:
             self(function.__kwdefaults__, f"{where} (a default)")
 
     def _inside_object(self, value: Any, where: str) -> Any:
-        held = dict(getattr(value, "__dict__", {}))
+        attributes = dict(getattr(value, "__dict__", {}))
         for name in (name for cls in type(value).__mro__ for name in _slots(cls)):
             if hasattr(value, name):
-                held[name] = getattr(value, name)
+                attributes[name] = getattr(value, name)
         if type(value).__module__.split(".")[0] in _LIBRARIES and not isinstance(value, nnx.Pytree):
-            # Their insides are not the user's; but a jitted function holds the user's.
-            held = {name: x for name, x in held.items() if name == "__wrapped__"}
-        for name, item in held.items():
+            # The internals of libraries are not the user's, except what a jitted function wraps.
+            attributes = {name: x for name, x in attributes.items() if name == "__wrapped__"}
+        for name, item in attributes.items():
             if name.startswith("_pytree__"):
-                continue  # Flax's own, with the trace itself in it
+                continue  # internal to Flax, and refers to the trace itself
             if (new := self(item, f"{where}.{name}")) is not item:
                 object.__setattr__(value, name, new)
         return value

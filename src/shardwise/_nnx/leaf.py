@@ -1,4 +1,4 @@
-"""One array of a model's state: what it is, how it is cut, and who said so."""
+"""One array of a model's state: what it is, how it is split, and which rule decided so."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._mesh import Fault, faults, shard_shape, show_spec, ways
 
-# Why a strategy did not split a leaf that it was to split.
+# Why a strategy left a leaf unsplit.
 Left = Literal["", "small", "indivisible"]
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Opinion:
-    """What one rule said of one leaf, and why.
+    """What one rule says about one leaf, and why.
 
-    A rule may return an `Opinion` instead of a bare spec to say why it decided, or, with
-    `spec=None`, why it left the leaf alone.
+    A rule may return an `Opinion` instead of a bare spec to give its reason, or, with
+    `spec=None`, to explain why it leaves the leaf alone.
 
     Attributes:
-        spec: the spec it wants; None for no opinion.
+        spec: the spec that the rule wants; None for no opinion.
         reason: one sentence.
         source: the rule's name; filled in by `layout`.
-        refines: it adds to the spec of the rules before it, rather than replacing it.
-        intentional: being whole is on purpose, and no finding.
-        gathered: axes along which the leaf is only stored in parts and gathered before
+        refines: whether it adds to the spec of earlier rules, rather than replacing it.
+        intentional: whether replication is on purpose, and therefore not a finding.
+        gathered: axes over which the leaf is only stored in shards and gathered before
             use (FSDP), so that its neighbours need not match it.
-        clashes: what makes this opinion ambiguous: `(pattern, spec)` pairs that disagree.
-        left: why a strategy did not split a leaf that it was to split: it is `small`, or
-            `indivisible`; empty otherwise.
+        clashes: why this opinion is ambiguous: `(pattern, spec)` pairs that disagree.
+        left: why a strategy left the leaf unsplit: it is `small` or `indivisible`; otherwise
+            empty.
     """
 
     spec: P | None
@@ -45,6 +47,7 @@ class Opinion:
     left: Left = ""
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
     """One array of the model's state, with its place in the layout.
@@ -56,14 +59,14 @@ class Leaf:
         dtype: dtype.
         kind: name of the variable's type, such as `Param`.
         sizes: the mesh's axes and their sizes.
-        spec: how it is cut.
-        reason: who decided the spec, and why.
-        names: the entries of the model's own annotation, or None without one.
+        spec: how it is split.
+        reason: which rule decided the spec, and why.
+        names: the entries of the model's own annotation, or None if it has none.
         stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`).
         trail: every rule's opinion, in order.
-        gathered: axes that FSDP put there.
-        intentional: it was left whole on purpose.
-        left: why a strategy did not split it: `small`, `indivisible`, or empty.
+        gathered: axes over which FSDP splits it, to be gathered before use.
+        intentional: whether it is replicated on purpose.
+        left: why a strategy left it unsplit: `small`, `indivisible`, or empty.
     """
 
     path: str
@@ -88,12 +91,12 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """How many elements the whole array has."""
+        """How many elements the global array has."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole array on a device, 4-bit elements packed (exact)."""
+        """Bytes of the global array in device memory, with 4-bit elements packed (exact)."""
         return array_bytes(self.shape, self.dtype)
 
     @property
@@ -124,12 +127,12 @@ class Leaf:
 
     @property
     def resident_bytes(self) -> int:
-        """The same; of a leaf whose spec has faults, all of it: that is how it would be placed."""
+        """As `shard_bytes`; a leaf whose spec has faults counts in full, as if replicated."""
         return self.bytes if self.faults else self.shard_bytes
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device of several holds all of it."""
+        """Whether each of several devices holds a full copy."""
         return not self.faults and self.copies == math.prod(self.sizes.values()) > 1
 
     @property
@@ -137,6 +140,24 @@ class Leaf:
         """How many devices hold the same shard."""
         self._require_sound()
         return math.prod(self.sizes.values()) // ways(self.spec, self.sizes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the leaf as plain data, as JSON and lockfiles have it.
+
+        What one device holds is None where the spec cannot be applied.
+        """
+        sound = not self.faults
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype),
+            "spec": show_spec(self.spec),
+            "shard_shape": list(self.shard_shape) if sound else None,
+            "shard_bytes": self.shard_bytes if sound else None,
+            "copies": self.copies if sound else None,
+            "reason": self.reason,
+        }
 
     def _require_sound(self) -> None:
         found = self.faults
@@ -147,15 +168,15 @@ class Leaf:
             )
 
 
-# NumPy has a byte for each of these; XLA packs them, on every platform.
+# NumPy stores one element per byte; XLA packs them, on every platform.
 _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2}
 
 
 def array_bytes(shape: Sequence[int], dtype: Any) -> int:
-    """Returns the bytes of an array in a device's memory, elements of less than a byte packed.
+    """Returns the bytes of an array in device memory, with sub-byte elements packed.
 
-    That is what compiled programs take and return. `nbytes` of a JAX array says a byte for each
-    element, as NumPy has it, and JAX 0.10 keeps arrays so on CPU devices between programs.
+    This is what compiled programs take and return. `nbytes` of a JAX array counts a byte per
+    element, as NumPy does, and JAX 0.10 stores arrays that way on CPU devices between programs.
     """
     packed = _PACKED_BITS.get(str(dtype))
     bits: int = packed if packed is not None else 8 * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Paths: the one spelling of where an array is in a model's or an optimizer's state."""
+"""Paths: the one way to write where an array is in the state of a model or an optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Keys = tuple[Any, ...]
 def keyed_leaves(tree: Any) -> list[tuple[Keys, Any]]:
     """Returns each array of a state (a model's, an optimizer's) with its keys, in tree order.
 
-    The step from a variable into its value is no key, so that these are the keys of leaves.
+    The step from a variable into its value is not a key, so these are the keys of leaves.
     """
     return [
         (keys + inner, array)
@@ -26,7 +26,7 @@ def keyed_leaves(tree: Any) -> list[tuple[Keys, Any]]:
 
 
 def show_path(keys: Keys) -> str:
-    """Returns the dotted path of `keys`; a key that has a dot itself is bracketed."""
+    """Returns the dotted path of `keys`; a key that itself contains a dot is bracketed."""
     if not keys:
         return "(root)"
     return ".".join(
@@ -35,9 +35,9 @@ def show_path(keys: Keys) -> str:
 
 
 def dotted(path: Any) -> str:
-    """Returns a path of `jax.tree_util` as the layouts show it: `up.kernel`, or nothing for a root.
+    """Returns a `jax.tree_util` path as layouts show it: `up.kernel`, or an empty string at a root.
 
-    The step from a variable into its value, an attribute, is no key.
+    The step from a variable into its value, an attribute, is not a key.
     """
     keys = _plain_keys(path)
     if path and getattr(path[-1], "name", None) == "value":
@@ -46,7 +46,7 @@ def dotted(path: Any) -> str:
 
 
 def split_path(path: str) -> list[Any]:
-    """Returns the steps of a dotted path or pattern, bracketed keys whole; undoes `show_path`."""
+    """Returns the steps of a dotted path or pattern; the inverse of `show_path`."""
     steps = re.findall(r"""\['[^']*'\]|\["[^"]*"\]|[^.]+|(?<=\.)(?=\.|$)|^(?=\.|$)""", path)
     return [ast.literal_eval(step)[0] if step[:2] in ("['", '["') else step for step in steps]
 
@@ -68,7 +68,7 @@ def _plain_keys(path: Any) -> Keys:
 
 
 def child_of(node: Any, key: Any) -> Any:
-    """Returns what a key leads to from a module or a container, or None."""
+    """Returns the child of a module or a container at `key`, or None."""
     if isinstance(key, str) and hasattr(node, key):
         return getattr(node, key)
     try:

@@ -1,4 +1,4 @@
-"""The recipe: all that is needed to build one training step."""
+"""The recipe: everything needed to build one training step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._base import public
 from .._jax import show_value
 
 Remat = str | Callable[..., Any]
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A model with its loss, its optimizer and the shape of its batch.
@@ -25,23 +27,23 @@ class Recipe:
         loss: `loss(model, batch)` returns a scalar, or a scalar and a dict of metrics.
         optimizer: an optax transformation.
         batch: a pytree of `jax.ShapeDtypeStruct`s: one global batch.
-        accumulate: into how many parts a batch is cut, whose gradients are averaged before the
-            optimizer sees them. Part j has the samples j, j + n, j + 2n, …
-        clip: the largest global norm of the gradients; longer ones are scaled down to it, and
-            the norm is reported as `metrics["grad_norm"]`.
-        compute_dtype: what parameters and floating inputs are cast to within the loss, such as
-            `"bfloat16"`; parameters, gradients and optimizer stay as they are.
-        remat: what the backward pass computes again instead of keeping: the name of one of
-            `jax.checkpoint_policies`, or such a policy, for the whole loss; or a dict of path
-            patterns of modules, each with its policy: `{"blocks.*": "dots_saveable"}`.
-        wrt: which variables are trained, as a filter of Flax NNX.
+        accumulate: the number n of microbatches that a batch is split into; their gradients are
+            averaged before the optimizer sees them. Microbatch j has samples j, j + n, j + 2n, …
+        clip: the maximum global norm of the gradients; larger gradients are scaled down to it,
+            and the norm is reported as `metrics["grad_norm"]`.
+        compute_dtype: the dtype that parameters and floating-point inputs are cast to within the
+            loss, such as `"bfloat16"`; parameters, gradients and optimizer state keep theirs.
+        remat: what the backward pass recomputes instead of saving: the name of one of
+            `jax.checkpoint_policies`, or a policy itself, for the whole loss; or a dict from path
+            patterns of modules to policies: `{"blocks.*": "dots_saveable"}`.
+        wrt: which variables are trained, as a Flax NNX filter.
         rngs: a seed; the loss is then called with a third argument, an `nnx.Rngs` that differs
-            at each step. A model that holds its own `nnx.Rngs` needs none.
+            at each step. A model with its own `nnx.Rngs` does not need it.
         ema: the decay of a moving average of the trained variables, kept in `state.ema`.
         batch_spec: how the batch is split: a `PartitionSpec`, or a pytree of them like the
-            batch. Without, dim 0 of every leaf over the mesh's data axes.
-        compiler_options: options of XLA for the step, by name, on top of those that the kind of
-            device gets by default.
+            batch. By default, dim 0 of every leaf is split over the mesh's data axes.
+        compiler_options: XLA options for the step, by name, in addition to the defaults for the
+            kind of device.
 
     Example:
         >>> import jax, optax, shardwise as sw
@@ -67,46 +69,49 @@ class Recipe:
     compiler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what can make no training step."""
+        """Raises a ValueError if the fields cannot make a training step."""
         if isinstance(self.model, nnx.Module) or not callable(self.model):
             raise ValueError(
-                f"a recipe's model is a function of no arguments that returns an nnx.Module, "
+                f"a recipe's model must be a function of no arguments that returns an nnx.Module, "
                 f"got a {type(self.model).__name__}"
             )
         if not callable(self.loss):
             raise ValueError(
-                f"a recipe's loss is a function of a model and a batch, "
+                f"a recipe's loss must be a function of a model and a batch, "
                 f"got a {type(self.loss).__name__}"
             )
         if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
             raise ValueError(
-                f"a recipe's optimizer is an optax transformation, "
+                f"a recipe's optimizer must be an optax transformation, "
                 f"got a {type(self.optimizer).__name__}"
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise ValueError(
-                    f"a recipe's batch has shapes and dtypes, but batch"
+                    f"a recipe's batch must consist of shapes and dtypes, but batch"
                     f"{jax.tree_util.keystr(path)} is {show_value(leaf)}: use jax.ShapeDtypeStruct"
                 )
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ValueError(
-                f"a recipe accumulates over 1 part or more, got {show_value(self.accumulate)}"
+                f"a recipe's accumulate must be a positive integer, got {show_value(self.accumulate)}"
             )
         if self.accumulate > 1:
             self._require_divisible()
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise ValueError(
-                f"a recipe clips gradients to a positive norm, got {show_value(self.clip)}"
+                f"a recipe's clip must be a positive norm, got {show_value(self.clip)}"
             )
         if self.ema is not None and not (_is_number(self.ema) and 0 <= self.ema < 1):
             raise ValueError(
-                f"a recipe's ema is a decay from 0 to below 1, such as 0.999, got {show_value(self.ema)}"
+                f"a recipe's ema must be a decay of at least 0 and below 1, such as 0.999, "
+                f"got {show_value(self.ema)}"
             )
         if self.rngs is not None and (
             isinstance(self.rngs, bool) or not isinstance(self.rngs, int)
         ):
-            raise ValueError(f"a recipe's rngs is a seed, a number, got {show_value(self.rngs)}")
+            raise ValueError(
+                f"a recipe's rngs must be an integer seed, got {show_value(self.rngs)}"
+            )
         if self.compute_dtype is not None:
             try:
                 floating = jnp.issubdtype(jnp.dtype(self.compute_dtype), jnp.floating)
@@ -114,7 +119,7 @@ class Recipe:
                 floating = False
             if not floating:
                 raise ValueError(
-                    f"a recipe's compute_dtype is a floating one, such as 'bfloat16', "
+                    f"a recipe's compute_dtype must be a floating-point dtype, such as 'bfloat16', "
                     f"got {show_value(self.compute_dtype)}"
                 )
         for policy in self.remat.values() if isinstance(self.remat, Mapping) else (self.remat,):
@@ -125,8 +130,8 @@ class Recipe:
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if leaf.shape and leaf.shape[0] % self.accumulate:
                 raise ValueError(
-                    f"accumulate={self.accumulate} cannot cut batch{jax.tree_util.keystr(path)} "
-                    f"of shape {tuple(leaf.shape)}: dim 0 (size {leaf.shape[0]}) does not divide"
+                    f"accumulate={self.accumulate} cannot split batch{jax.tree_util.keystr(path)} "
+                    f"of shape {tuple(leaf.shape)}: dim 0 (size {leaf.shape[0]}) is not divisible"
                 )
 
 
@@ -134,22 +139,22 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
-def remat_policy(given: Remat) -> Callable[..., Any]:
+def remat_policy(policy: Remat) -> Callable[..., Any]:
     """Returns the policy that a recipe's `remat` names.
 
     Raises:
         ValueError: JAX has no policy of this name.
     """
-    if callable(given):
-        return given
+    if callable(policy):
+        return policy
     names = policy_names()
-    if given not in names:
+    if policy not in names:
         raise ValueError(
-            f"remat={show_value(given)} is no policy without arguments of jax.checkpoint_policies: they are "
-            f"{', '.join(names)}; others are given themselves, such as "
+            f"remat={show_value(policy)} is not a policy of jax.checkpoint_policies that takes no "
+            f"arguments: use {', '.join(names)}; or pass a policy object, such as "
             f"jax.checkpoint_policies.save_only_these_names('attention')"
         )
-    return getattr(jax.checkpoint_policies, given)
+    return getattr(jax.checkpoint_policies, policy)
 
 
 def policy_names() -> list[str]:

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._mesh import AnyMesh
 from .manual import find_mesh, in_body, run_manual, vary
 
 _MASKED = -1e30
 
 
+@public
 def sequence_parallel_attention(
     query: Any,
     key: Any,

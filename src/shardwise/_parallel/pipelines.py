@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._layout import show_shape
 from .._mesh import AnyMesh
 from .._nnx import dotted
@@ -20,6 +21,7 @@ from .timetable import Timetable, slot
 _SCHEDULES = ("gpipe", "circular")
 
 
+@public
 def pipeline(
     stack: Any,
     *,
@@ -79,6 +81,7 @@ def pipeline(
     return Pipeline(graphdef, state, axis, microbatches, schedule, rounds, mesh)
 
 
+@public
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pipeline:
     """A stack that is ready to run as a pipeline: call it with a batch. See `pipeline`."""

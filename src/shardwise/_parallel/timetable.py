@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from .._base import public
+
 _MOST_TICKS = 40
 
 
@@ -18,6 +20,7 @@ def slot(item: Any, stages: int, rounds: int) -> tuple[Any, Any]:
     return group * stages + within, (item // stages) % rounds
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Timetable:
     """The work of a pipeline. Prints as a grid of stages and ticks.

@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax.sharding import NamedSharding
 
-from .._jax import cut_jaxpr
+from .._jax import cut_jaxpr, is_jaxpr, is_literal, jaxpr_as_fun
 
 # Elements: random keys and counts are below it. Floating values are made in programs, since
 # rounding may differ without jit.
@@ -48,10 +47,10 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
         return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
 
     wanted = [v for v in dict.fromkeys(v for p in parts for v in p.inputs) if v not in known]
-    outputs = [i for i, v in enumerate(jaxpr.outvars) if isinstance(v, Literal) or v in made]
+    outputs = [i for i, v in enumerate(jaxpr.outvars) if is_literal(v) or v in made]
     # Run without jit: hundreds of random keys would be one program that takes long to compile.
     first = cut_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
-    values = jaxpr_as_fun(ClosedJaxpr(first, []))(*consts)
+    values = jaxpr_as_fun(first)(*consts)
     known.update(zip(wanted, values, strict=False))
     results: list[Any] = [None] * len(jaxpr.outvars)
     for i, value in zip(outputs, values[len(wanted) :], strict=True):
@@ -60,7 +59,7 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
     compiled: dict[Any, Any] = {}
     for part, key in keyed:
         if key not in compiled:
-            program = jaxpr_as_fun(ClosedJaxpr(part.jaxpr, []))
+            program = jaxpr_as_fun(part.jaxpr)
             compiled[key] = jax.jit(program, out_shardings=part.places)
         # Waiting keeps the temporaries of one part, not of all, in memory.
         arrays = jax.block_until_ready(compiled[key](*(known[v] for v in part.inputs)))
@@ -107,7 +106,7 @@ class _Part:
         made: set[Any],
         shardings: Sequence[NamedSharding],
     ):
-        read = (v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal))
+        read = (v for eqn in eqns for v in eqn.invars if not is_literal(v))
         self.indices = indices
         self.inputs = [v for v in dict.fromkeys(read) if v in made]
         self.jaxpr = cut_jaxpr(jaxpr, self.inputs, [jaxpr.outvars[i] for i in indices], eqns)
@@ -119,7 +118,7 @@ def _separate(jaxpr: Any, known: set[Any]) -> tuple[list[Any], list[Any]]:
     small_vars = {v for v in known if _is_small(v)}
     small, large = [], []
     for eqn in jaxpr.eqns:
-        inputs_small = all(isinstance(v, Literal) or v in small_vars for v in eqn.invars)
+        inputs_small = all(is_literal(v) or v in small_vars for v in eqn.invars)
         if inputs_small and all(_is_small(v) for v in eqn.outvars):
             small.append(eqn)
             small_vars.update(eqn.outvars)
@@ -136,7 +135,7 @@ def _parts(
     group_of: dict[int, int] = {}  # by equation
     groups: dict[int, tuple[list[int], set[int]]] = {}
     for index, out in enumerate(outvars):
-        if isinstance(out, Literal) or out in made:
+        if is_literal(out) or out in made:
             continue
         needed: set[int] = set()
         met: set[int] = set()
@@ -149,9 +148,7 @@ def _parts(
                 met.add(group_of[n])
                 continue
             needed.add(n)
-            stack += [
-                producer[v] for v in large[n].invars if not isinstance(v, Literal) and v in producer
-            ]
+            stack += [producer[v] for v in large[n].invars if not is_literal(v) and v in producer]
         indices = [index]
         for other in met:
             more, eqns = groups.pop(other)
@@ -184,7 +181,7 @@ class _Keys:
         numbers: dict[Any, int] = {}
 
         def atom(v: Any) -> Any:
-            if isinstance(v, Literal):
+            if is_literal(v):
                 return ("literal", str(v.aval), np.asarray(v.val).tobytes())
             return numbers.setdefault(v, len(numbers))
 
@@ -205,7 +202,7 @@ class _Keys:
 
     def _parameter(self, value: Any) -> Any:
         inner = getattr(value, "jaxpr", value)
-        if isinstance(inner, Jaxpr):
+        if is_jaxpr(inner):
             # The same object is met for every layer, since JAX caches traces; kept, so that
             # no other object can come to have its id.
             if id(value) not in self.inner:

@@ -8,19 +8,20 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .._base import either
-from .._check import Findings, check, structure_findings
+from .._base import either, public
+from .._check import check, matched
+from .._jax import jaxpr_as_fun
 from .._layout import Layout, require_layout
 from .._mesh import show_mesh
-from .._nnx import keyed_leaves, trace_build
+from .._nnx import AbstractModel, abstract_model, keyed_leaves
 from .parts import put_anywhere, run_in_parts
 
 T = TypeVar("T")
 
 
+@public
 def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     """Returns the model that `make` builds, initialised straight into its shards.
 
@@ -51,24 +52,34 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
             f"init builds the model itself, from a function of no arguments, got a "
             f"{type(make).__name__}: use sw.shard for a model that exists"
         )
-    graphdef, (closed, abstract), on = trace_build(
-        make, lambda build: jax.make_jaxpr(build, return_shape=True)(), mesh
-    )
+    abstract = abstract_model(make, mesh)
+    return nnx.merge(abstract.graphdef, initialise(abstract, matched(layout, abstract.state)))
+
+
+def initialise(model: AbstractModel, layout: Layout) -> Any:
+    """Returns the state of a traced factory, each array made in its shards.
+
+    Args:
+        model: the model, of a factory.
+        layout: its layout as `matched` returns it, without errors, on a mesh of devices.
+    """
+    mesh = layout.mesh
+    assert isinstance(mesh, Mesh)
     # A factory that names axes was traced for axes of one type, and must be run on such.
-    own = _with_types(mesh, AxisType.Auto if on is None else on.axis_types[0])
-    shardings = jax.tree.leaves(_shardings_for(abstract, layout, own))
+    own = _with_types(mesh, AxisType.Auto if model.mesh is None else model.mesh.axis_types[0])
+    shardings = [NamedSharding(own, leaf.spec) for leaf in layout.leaves]
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        if on is None:
-            arrays = run_in_parts(closed, shardings)
+        if model.mesh is None:
+            arrays = run_in_parts(model.program, shardings)
         else:
             with jax.set_mesh(own):
-                arrays = jax.jit(jaxpr_as_fun(closed), out_shardings=shardings)()
-    state = jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+                arrays = jax.jit(jaxpr_as_fun(model.program), out_shardings=shardings)()
     if mesh != own:
-        state = jax.device_put(state, _shardings_for(abstract, layout, mesh))
-    return nnx.merge(graphdef, state)
+        arrays = jax.device_put(arrays, [NamedSharding(mesh, leaf.spec) for leaf in layout.leaves])
+    return jax.tree.unflatten(layout.treedef, arrays)
 
 
+@public
 def shard(model: T, layout: Layout) -> T:
     """Returns the model, or the state, with every array placed as the layout says.
 
@@ -102,7 +113,12 @@ def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
                 f"{'.'.join(map(str, keys))} is abstract, so there is nothing to move: "
                 f"use sw.init to build the model in its shards"
             )
-    return jax.tree.map(put_anywhere, state, _shardings_for(state, layout, mesh))
+    own = matched(layout, state)
+    arrays = [
+        put_anywhere(array, NamedSharding(mesh, leaf.spec))
+        for array, leaf in zip(jax.tree.leaves(state), own.leaves, strict=True)
+    ]
+    return jax.tree.unflatten(own.treedef, arrays)
 
 
 def require_devices(layout: Layout) -> Mesh:
@@ -114,6 +130,15 @@ def require_devices(layout: Layout) -> Mesh:
     """
     require_layout(layout)
     check(layout).raise_if_errors()
+    return require_mesh(layout)
+
+
+def require_mesh(layout: Layout) -> Mesh:
+    """Returns the mesh of a layout that is known to have no errors.
+
+    Raises:
+        ValueError: the mesh has no devices.
+    """
     if not isinstance(layout.mesh, Mesh):
         axes = show_mesh(layout.mesh)
         raise ValueError(
@@ -135,12 +160,3 @@ def own_mesh(mesh: Any) -> Any:
 
 def _with_types(mesh: Mesh, kind: AxisType) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(kind,) * mesh.devices.ndim)
-
-
-def _shardings_for(state: Any, layout: Layout, mesh: Mesh) -> Any:
-    """Returns the layout's shardings in the structure of `state`, matched by path."""
-    live = keyed_leaves(state)
-    Findings(tuple(structure_findings(layout, dict(live)))).raise_if_errors()
-    specs = {leaf.keys: leaf.spec for leaf in layout.leaves}
-    flat = [NamedSharding(mesh, specs[keys]) for keys, _ in live]
-    return jax.tree.unflatten(jax.tree.structure(state), flat)

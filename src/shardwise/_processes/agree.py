@@ -16,17 +16,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed as runtime
 
+from .._base import public
+from .._jax import distributed_state
 from .peers import WATCHES, LostProcess, naming_lost_process
 
 _Error = TypeVar("_Error", bound=Exception)
 _ROUNDS = itertools.count()
 _POLL_MILLISECONDS = 500
+# How long a file system may take to show all processes the same directory.
+_STALE_SECONDS = 30.0
 # How long a process that failed waits for the others to hear of it: they may be in a collective.
 _FAILED_SECONDS = 5.0
 
 
+@public
 class ProcessesDiffer(ValueError):
     """The processes of a run disagree on something that must be the same on all of them.
 
@@ -50,7 +54,7 @@ def exchange(topic: str, value: str) -> list[str]:
         LostProcess: a process is lost, failed, or gave something under another topic.
 
     Example:
-        >>> from shardwise._agree import exchange
+        >>> from shardwise._processes import exchange
         >>> exchange("steps", "2, 4")
         ['2, 4']
     """
@@ -63,7 +67,7 @@ def exchange(topic: str, value: str) -> list[str]:
             theirs, given = _read(place, index, topic)
             if theirs != topic:
                 raise LostProcess(
-                    f"{who(index)} is at {theirs!r} while process {runtime.global_state.process_id} is at "
+                    f"{who(index)} is at {theirs!r} while process {distributed_state().process_id} is at "
                     f"{topic!r}: all processes must run the same program",
                     (index,),
                 )
@@ -118,11 +122,22 @@ def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
 def agreed_steps(checkpoints: Any) -> list[int]:
     """Returns the steps of a `Checkpoints`, which all processes see alike.
 
+    A shared file system may show a step to one process before another: they look again for a
+    while, and go on only when all see the same.
+
     Raises:
-        ProcessesDiffer: a process sees other steps.
+        ProcessesDiffer: a process still sees other steps.
     """
-    with together("listing the checkpoints"):
-        steps = checkpoints.steps()
+    until = time.monotonic() + _STALE_SECONDS
+    while True:
+        with together("listing the checkpoints"):
+            steps = checkpoints.steps()
+        # All leave the loop in the same round: they decide by what all of them read.
+        rows = exchange("comparing the lists of checkpoints", json.dumps(steps))
+        late = exchange("waiting for the checkpoints", "late" if time.monotonic() > until else "")
+        if len(set(rows)) == 1 or any(late):
+            break
+        time.sleep(_STALE_SECONDS / 20)
     numbers = ", ".join(map(str, steps))
     seen = f"{'step' if len(steps) == 1 else 'steps'} {numbers}" if steps else "no checkpoints"
     require_same(
@@ -182,18 +197,19 @@ def _difference(theirs: str, usual: str) -> str:
 
 def _count() -> int:
     # Not by jax.process_count, which starts the backend: how many devices it has may come later.
-    state = runtime.global_state
-    return 1 if state.client is None else state.num_processes or 1
+    if not jax.distributed.is_initialized():
+        return 1
+    return distributed_state().num_processes or 1
 
 
 def _store() -> Any:
-    return runtime.global_state.client
+    return distributed_state().client
 
 
 def _publish(value: Any, failed: bool = False) -> str:
     place = f"shardwise/agree/{next(_ROUNDS)}"
     text = json.dumps([*value, failed])
-    _store().key_value_set(f"{place}/{runtime.global_state.process_id}", text)
+    _store().key_value_set(f"{place}/{distributed_state().process_id}", text)
     return place
 
 
@@ -203,7 +219,7 @@ def _read(place: str, index: int, topic: str) -> tuple[str, str]:
         try:
             text = _store().blocking_key_value_get(f"{place}/{index}", _POLL_MILLISECONDS)
         except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
+            if error.error_code_string != "DEADLINE_EXCEEDED":
                 raise
             if WATCHES and (loss := WATCHES[0].find(0)):
                 text = WATCHES[0].settle(loss, topic)

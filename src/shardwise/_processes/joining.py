@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax._src import clusters, xla_bridge
-from jax._src import distributed as runtime
 
+from .._base import public
+from .._jax import MissingInternal, backend_has_started, cluster_kinds, distributed_state
 from .peers import WATCHES, PeerWatch, Processes
 
 _REQUIRED = ("SHARDWISE_COORDINATOR", "SHARDWISE_PROCESSES", "SHARDWISE_PROCESS")
@@ -27,6 +27,7 @@ _CLUSTERS = {
 }
 
 
+@public
 def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> Processes:
     """Returns this process's place among all of them, having started JAX's runtime if need be.
 
@@ -55,7 +56,7 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
     if WATCHES:
         return WATCHES[0].processes
     if jax.distributed.is_initialized():
-        state = runtime.global_state
+        state = distributed_state()
         processes = Processes(
             state.process_id,
             state.num_processes,
@@ -74,7 +75,7 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
         # JAX ends the process in C++ where the others do not come: that must be explained too.
         watch.guard(f"not all {processes.count} came within {start_seconds:g} s")
         _initialize(processes, timeout_seconds, start_seconds)
-        address = runtime.global_state.coordinator_address
+        address = distributed_state().coordinator_address
         watch.processes = replace(processes, coordinator=address)
     watch.begin()
     WATCHES.append(watch)
@@ -99,12 +100,16 @@ def _launched() -> Processes:
         )
     if "SHARDWISE_DEVICES" in os.environ:
         devices = _whole("SHARDWISE_DEVICES", 1)
-        if jax.config.values["jax_num_cpu_devices"] != devices:
+        if _config("jax_num_cpu_devices") != devices:
             _require_no_backend()
             jax.config.update("jax_num_cpu_devices", devices)
-        if not os.environ.get("JAX_PLATFORMS") and not xla_bridge.backends_are_initialized():
+        if not os.environ.get("JAX_PLATFORMS") and not backend_has_started():
             jax.config.update("jax_platforms", "cpu")
     return Processes(index, count, "shardwise launch", address)
+
+
+def _config(name: str) -> Any:
+    return getattr(jax.config, name)  # as JAX documents it, though its type does not say so
 
 
 def _whole(name: str, least: int) -> int:
@@ -121,14 +126,16 @@ def _in_cluster() -> Processes:
             # JAX warns in every pod without the kubernetes package, also where it is no job's.
             warnings.simplefilter("ignore")
         try:
-            kinds = [c for c in clusters.ClusterEnv._cluster_types if not c.opt_in_only_method]
+            kinds = [c for c in cluster_kinds() if not c.opt_in_only_method]
             kind = next((c for c in kinds if c.is_env_present()), None)
             if kind is not None:
-                name = _CLUSTERS.get(kind.__name__, kind.__name__)
+                name = str(_CLUSTERS.get(kind.__name__, kind.__name__))
                 # The shell of an salloc is a step of one task, whatever the job's tasks.
                 alone = name == "Slurm" and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
                 count = 1 if alone else kind.get_process_count()
                 return Processes(kind.get_process_id() if count > 1 else 0, count, name)
+        except MissingInternal:
+            raise
         except Exception as error:
             raise ValueError(f"JAX found a cluster and could not read it: {error}") from error
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -146,7 +153,7 @@ def _in_cluster() -> Processes:
 
 
 def _require_no_backend() -> None:
-    if xla_bridge.backends_are_initialized():
+    if backend_has_started():
         raise ValueError(
             "a JAX backend has started, so processes can no longer be joined: call "
             "sw.distributed() first, before any array is made or jax.devices() is asked"
@@ -154,7 +161,7 @@ def _require_no_backend() -> None:
 
 
 def _initialize(processes: Processes, timeout_seconds: float, start_seconds: float) -> None:
-    if jax.config.values["jax_cpu_collectives_implementation"] is None:
+    if _config("jax_cpu_collectives_implementation") is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     arguments: dict[str, Any] = {
         "heartbeat_timeout_seconds": math.ceil(timeout_seconds),

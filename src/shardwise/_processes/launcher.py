@@ -54,7 +54,7 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 
     Example:
         >>> import sys
-        >>> from shardwise._launch import launch
+        >>> from shardwise._processes import launch
         >>> launch([sys.executable, "-c", "import os; os.environ['SHARDWISE_PROCESS']"], 2)
         0
     """
@@ -72,12 +72,14 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
             for index in range(processes):
                 child = _start(program, command, _environment(place, index, processes, devices))
                 children.append(child)
-                pumps += [
-                    threading.Thread(target=output.pump, args=(index, pipe, into), daemon=True)
-                    for pipe, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
-                ]
-                for pump in pumps[-2:]:
-                    pump.start()
+            # When all are started: no thread of ours runs while a child is being made.
+            pumps += [
+                threading.Thread(target=output.pump, args=(index, pipe, into), daemon=True)
+                for index, child in enumerate(children)
+                for pipe, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+            ]
+            for pump in pumps:
+                pump.start()
             return _wait(children, asked, output)
         finally:
             for child in children:
@@ -190,13 +192,22 @@ def _start(
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """Returns what asks the kernel, in the child, for SIGKILL when this process dies."""
+    """Returns what asks the kernel, in the child, for SIGKILL when this process dies.
+
+    It runs between fork and exec, where a lock that another thread held is held for ever. So it
+    takes none: it makes two system calls, through objects that exist already. Nothing is
+    imported, logged or opened, and the C library makes its own allocator usable after a fork. The
+    alternatives are worse: a program in between (`setpriv`, or Python) would have to hand on
+    signals, the locale and errors of exec as they are, and to ask after exec is too late for a
+    launcher that is killed meanwhile.
+    """
     if not sys.platform.startswith("linux"):
         return None
-    prctl, parent, pr_set_pdeathsig = ctypes.CDLL(None).prctl, os.getpid(), 1
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+    pr_set_pdeathsig, sigkill = ctypes.c_int(1), ctypes.c_int(signal.SIGKILL)
 
     def ask() -> None:
-        prctl(pr_set_pdeathsig, signal.SIGKILL)
+        prctl(pr_set_pdeathsig, sigkill)
         # It may have died before it was asked for.
         if os.getppid() != parent:
             os._exit(1)

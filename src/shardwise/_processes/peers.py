@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed as runtime
+
+from .._base import public
+from .._jax import distributed_state
 
 LOST_EXIT_CODE = 75
 """The exit code of a process that ended because another one was lost."""
@@ -30,12 +32,15 @@ MARGIN_SECONDS = 10.0
 _GRACE_SECONDS = 3.0
 _LEAVE_SECONDS = 0.3
 # How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
-# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError.
+# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError. Nothing
+# else tells it: a ValueError has no status, and the one that Gloo's errors have, INTERNAL or
+# UNKNOWN, is that of others too. A wrong guess costs time alone, since a loss must be found.
 _AWAY = re.compile(
     r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)", re.I | re.S
 )
 
 
+@public
 class LostProcess(RuntimeError):
     """Another process was lost or failed, so that this one cannot go on.
 
@@ -48,6 +53,7 @@ class LostProcess(RuntimeError):
         self.processes = processes
 
 
+@public
 @dataclass(frozen=True, slots=True)
 class Processes:
     """This process among the processes of the run, and what said so.
@@ -84,7 +90,7 @@ def lost_processes(wait_seconds: float = 0) -> list[int]:
     """Returns the indices of the processes that are lost; waits so long for the first of them.
 
     Example:
-        >>> from shardwise._peers import lost_processes
+        >>> from shardwise._processes.peers import lost_processes
         >>> lost_processes()
         []
     """
@@ -103,7 +109,7 @@ def naming_lost_process(during: str = "") -> Iterator[None]:
         LostProcess: a collective failed because another process is lost.
 
     Example:
-        >>> from shardwise._peers import naming_lost_process
+        >>> from shardwise._processes import naming_lost_process
         >>> with naming_lost_process("step 12"):
         ...     pass
     """
@@ -187,12 +193,13 @@ class PeerWatch:
         atexit.register(self._leave)
         _note_exits(self)
         thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
-        shut_down = runtime.global_state.shutdown
+        state = distributed_state()
+        shut_down = state.shutdown
 
         def shut_down_all() -> None:
             # JAX's runtime first, whose end the watch may have to explain. A thread that still
             # talks to it in C++ when Python ends is ended there, and takes the process with it.
-            runtime.global_state.shutdown = shut_down
+            state.shutdown = shut_down
             try:
                 shut_down()
             finally:
@@ -201,7 +208,7 @@ class PeerWatch:
                 if hasattr(self, "_libc"):
                     self._libc.signal(signal.SIGABRT, self._before)
 
-        runtime.global_state.shutdown = shut_down_all
+        state.shutdown = shut_down_all
         thread.start()
 
     def find_for(self, error: Any) -> _Loss | None:
@@ -229,17 +236,17 @@ class PeerWatch:
         self._publish(loss)
         return self._words(loss, during, error)
 
-    def _words(self, loss: _Loss, during: str = "", error: str = "") -> str:
-        names = [self.name_of(index) for index in loss.lost]
+    def _words(self, loss: _Loss, during: str = "", error: str = "", *, ask: bool = True) -> str:
+        names = [self.name_of(index, ask=ask) for index in loss.lost]
         known = "; ".join(filter(None, (loss.why, error)))
         return (
             f"{', '.join(names)} {loss.verb}{during and ' during ' + during}: {known}. "
             f"Resume from the last checkpoint."
         )
 
-    def name_of(self, index: int) -> str:
-        """Returns a process's name, with its pid and host where they are known."""
-        if index not in self._peers:
+    def name_of(self, index: int, *, ask: bool = True) -> str:
+        """Returns a process's name, with its pid and host where they are known, or can be asked."""
+        if ask and index not in self._peers:
             with contextlib.suppress(Exception):
                 self._meet(_store())
         host, pid, _ = self._peers.get(index, ("", 0, ""))
@@ -321,13 +328,17 @@ class PeerWatch:
         others = ((i, *heard) for i, heard in self._heard.items() if i != self.processes.index)
         return tuple(i for i, beat, at in others if beat != "done" and now - at > seconds)
 
-    def _say(self, loss: _Loss) -> None:
+    def _say(self, loss: _Loss, *, ask: bool = True) -> None:
         """Writes the loss to stderr, once, past all of Python's buffers."""
-        with self._naming:
-            if not self._named:
-                me = f"Process {self.processes.index} ends with code {LOST_EXIT_CODE}."
-                os.write(2, f"shardwise: {self._words(loss)} {me}\n".encode())
-                self._named, self._loss = True, loss
+        # Worded before the lock is taken: whoever holds it only writes, and soon lets go of it.
+        me = f"Process {self.processes.index} ends with code {LOST_EXIT_CODE}."
+        words = f"shardwise: {self._words(loss, ask=ask)} {me}\n".encode()
+        held = self._naming.acquire(timeout=_GRACE_SECONDS)
+        if not self._named:
+            os.write(2, words)
+            self._named, self._loss = True, loss
+        if held:
+            self._naming.release()
 
     def _end(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -378,7 +389,18 @@ class PeerWatch:
         self._end(code)
 
     def _last_words(self, number: int) -> None:
-        """Names the loss for which JAX called abort(); any other abort() goes its own way."""
+        """Names the loss for which JAX called abort(); any other abort() goes its own way.
+
+        Python code in a signal's handler, which stands for these reasons. SIGABRT is raised by the
+        thread that calls abort(), so nothing is interrupted at a random place: it is as if that
+        thread, one of JAX's in C++, called this function. The hook that jaxlib has for it,
+        `missed_heartbeat_callback`, does not work: in 0.10 as in 0.12 a Python function there
+        ends the process by `std::bad_cast`, and `jax.distributed` passes none. All that is waited
+        for here has an end: a lock that is held for one write (and it is left
+        after `_GRACE_SECONDS`), and a connection that is given a second. The store is not asked,
+        since JAX's thread may hold its locks. Only the GIL has no limit: where another thread
+        never gives it back, this process hangs as it did before, and its launcher ends it.
+        """
         me, loss = self.processes.index, self._loss
         if os.getpid() == self._pid:
             if self._code is not None:
@@ -397,7 +419,7 @@ class PeerWatch:
             if loss is None and (gone := self._gone_from_here()):
                 loss = _Loss(gone, "was lost", "its process is gone from this host")
         if loss:
-            self._say(loss)
+            self._say(loss, ask=False)
             os._exit(LOST_EXIT_CODE)
         # abort() goes on after this; what stood here before, such as faulthandler, comes first.
         self._libc.signal(signal.SIGABRT, self._before)
@@ -453,7 +475,7 @@ WATCHES: list[PeerWatch] = []
 
 
 def _store() -> Any:
-    return runtime.global_state.client
+    return distributed_state().client
 
 
 def _last(key: str) -> int:

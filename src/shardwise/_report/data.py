@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .._check import Finding, alike
+from .._check import Finding, group_similar
 from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import padded, show_spec
@@ -28,7 +28,7 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
             "capacity": plan.capacity,
             "whole": plan.compiled is not None,
         },
-        "findings": [_finding_row(group) for group in alike(found)],
+        "findings": [_finding_row(group) for group in group_similar(found)],
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),
     }
@@ -57,19 +57,20 @@ def _leaves(layout: Layout | None, axes: list[str]) -> dict[str, Any]:
             if leaf.faults
             else [[axes.index(a) for a in dim] for dim in padded(leaf.spec, leaf.ndim)]
         )
+        row = leaf.to_dict()
         rows.append(
             [
-                leaf.path,
-                number(leaf.kind),
-                number(str(leaf.dtype)),
-                leaf.shape,
-                number(show_spec(leaf.spec)),
+                row["path"],
+                number(row["kind"]),
+                number(row["dtype"]),
+                row["shape"],
+                number(row["spec"]),
                 cuts,
-                None if leaf.faults else leaf.shard_shape,
+                row["shard_shape"],
                 leaf.bytes,
                 leaf.resident_bytes,
-                0 if leaf.faults else leaf.copies,
-                number(leaf.reason),
+                row["copies"] or 0,
+                number(row["reason"]),
                 [number(_opinion(opinion)) for opinion in leaf.trail],
                 number(_names(leaf)),
                 [number(f"{fault.code}: {fault.message}; {fault.help}") for fault in leaf.faults],

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from importlib import metadata, resources
 
-from .._base import write_atomically
+from .._base import public, write_atomically
 from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import chips_of, show_mesh
@@ -26,6 +26,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 _INLINE_HEIGHT = 720
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """One self-contained HTML page. Returned by `layout.report()` and `compiled.report()`.

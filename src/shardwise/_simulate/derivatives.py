@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .._jax import cut_jaxpr, is_literal, opened
+from .._jax import cut_jaxpr, is_literal, jaxpr_as_fun, opened
 from .._mesh import Axes
 from .body import as_arguments, trace_local, varying
 from .held import Held, in_order, like, values_of, widen, widened
@@ -29,7 +28,7 @@ def _alone(eqn: Any) -> Callable[..., list[Any]]:
     """Returns the function that one equation is, its derivatives JAX's own."""
     invars = [v for v in eqn.invars if not is_literal(v)]
     jaxpr = cut_jaxpr(opened(called(eqn))[0], invars, eqn.outvars, [eqn])
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))
+    return jaxpr_as_fun(jaxpr)
 
 
 def custom_jvp(machine: Any, eqn: Any, args: list[Held]) -> list[Held]:

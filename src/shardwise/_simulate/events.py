@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base import count, html_table, show_bytes, text_table
+from .._base import count, html_table, public, show_bytes, text_table
 from .._chips import MODEL, sent_bytes
 from .._layout import show_shape
 from .._mesh import Axes
@@ -21,6 +21,7 @@ from .held import Held, Sizes, is_traced
 _MOST_ROWS = 64
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
     """One collective of the body.
@@ -52,6 +53,7 @@ class Event:
         return self.times * self.sent_bytes
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Trace(Sequence[Event]):
     """Every collective that one call executed, in order. Prints as a table.
@@ -172,6 +174,7 @@ class Shard:
     outputs: Any
 
 
+@public
 class Shards(Mapping[tuple[int, ...], Shard]):
     """What every simulated device held, by mesh coordinates: `shards[0, 3]`. Prints as a table."""
 

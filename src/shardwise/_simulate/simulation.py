@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._check import Finding, Findings, LayoutError, make_finding
 from .._jax import shorten, show_value
 from .._mesh import AnyMesh, faults, require_spec, show_mesh, show_spec
@@ -25,6 +26,7 @@ from .held import Held, in_order, is_traced, join, split
 from .machine import Machine
 
 
+@public
 def simulate(
     body: Callable[..., Any],
     *,
@@ -71,6 +73,7 @@ def simulate(
     return Simulation(body, mesh, in_specs, out_specs, check, check_vma, axis_names)
 
 
+@public
 class Simulation:
     """A simulated shard_map: call it with global arrays. See `simulate`.
 
@@ -260,6 +263,7 @@ class Simulation:
         try:  # without its account of what varies JAX says it in one way
             trace_body(flat, arrays, specs, dataclasses.replace(self._setting, typed=False))
         except NameError as error:
+            # The axis is in the sentence alone: JAX leaves the error's `name` unset.
             if (unbound := re.search(r"unbound axis name: (\w+)", str(error))) is None:
                 return
             finding = make_finding(

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from flax.core import spmd as flax_spmd
+from flax import nnx
 
+from .._jax import active_axis_rules
 from .._layout import Layout
 from .._mesh import Axes, dim_axes, padded
 from .batch import data_axes
@@ -35,7 +36,7 @@ def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
         >>> import shardwise as sw
         >>> from flax import nnx
         >>> from shardwise import models
-        >>> from shardwise._activations import activation_rules
+        >>> from shardwise._step.activations import activation_rules
         >>> config = models.Config(layers=1, width=64, hidden=128, heads=4, vocab=256)
         >>> make = lambda: models.Decoder(config, rngs=nnx.Rngs(0))
         >>> mesh = sw.mesh("data=2,model=4", on="none")
@@ -59,8 +60,8 @@ def named_activations(layout: Layout, batch: Any = None) -> Iterator[None]:
     """
     rules = dict(activation_rules(layout, batch))
     own = {"batch", "length"}.union(*(leaf.annotation_names for leaf in layout.leaves))
-    outer = [pair for pair in flax_spmd.get_logical_axis_rules() or () if pair[0] not in own]
-    with flax_spmd.logical_axis_rules((*outer, *rules.items())):
+    outer = [pair for pair in active_axis_rules() if pair[0] not in own]
+    with nnx.logical_axis_rules((*outer, *rules.items())):
         yield
 
 

@@ -152,13 +152,14 @@ def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
     if isinstance(given, P):
         return [given] * len(flat)
     try:
-        found = treedef.flatten_up_to(given)
-        assert all(isinstance(spec, P) for spec in found)
-    except (ValueError, TypeError, AssertionError):
+        found: list[Any] = treedef.flatten_up_to(given)
+    except (ValueError, TypeError):
+        found = [None]
+    if not all(isinstance(spec, P) for spec in found):
         raise ValueError(
             f"batch_spec is {show_value(given)}: give one PartitionSpec, or a pytree of them like the batch, "
             f"which has {', '.join(name for name, _ in named_batch(recipe.batch))}"
-        ) from None
+        )
     return found
 
 

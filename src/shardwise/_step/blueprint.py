@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._check import Findings, check, structure_findings
+from .._check import check, matched
 from .._jax import show_value
 from .._layout import Layout, require_layout
 from .._mesh import AnyMesh, chips_of, make_spec, padded
-from .._nnx import Recipe, abstract_model, keyed_leaves, remat_policy, show_path
+from .._nnx import AbstractModel, Recipe, abstract_model, keyed_leaves, remat_policy, show_path
 from .activations import named_activations
 from .batch import batch_layout
 from .remat import remat_modules
@@ -39,7 +39,7 @@ class Blueprint:
         recipe: the recipe.
         layout: the model's layout, in the structure of the recipe's own model.
         optimizer: the layout of the optimizer's state.
-        graphdef: the model's structure.
+        model: the recipe's model without arrays, traced once for all that follows.
         trained: the paths of the trained variables, in the order of `parameters`.
         parameters: the tree structure that the optimizer sees.
     """
@@ -47,7 +47,7 @@ class Blueprint:
     recipe: Recipe
     layout: Layout
     optimizer: Layout
-    graphdef: Any
+    model: AbstractModel
     trained: tuple[str, ...]
     parameters: Any
 
@@ -107,7 +107,7 @@ class Blueprint:
     def merge(self, arrays: Arrays) -> nnx.Module:
         """Returns the model that has these arrays."""
         flat = [arrays[leaf.path] for leaf in self.layout.leaves]
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
+        return nnx.merge(self.model.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
 
     def as_parameters(self, arrays: Arrays) -> Any:
         """Returns trained variables, by path, as the optimizer knows them."""
@@ -310,13 +310,7 @@ def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
     require_layout(layout)
     check(layout).raise_if_errors()
     abstract = abstract_model(recipe.model, layout.mesh)
-    keyed = keyed_leaves(abstract.state)
-    Findings(tuple(structure_findings(layout, dict(keyed)))).raise_if_errors()
-    leaves = {leaf.keys: leaf for leaf in layout.leaves}
-    treedef = jax.tree.structure(abstract.state)
-    own = dataclasses.replace(
-        layout, leaves=tuple(leaves[keys] for keys, _ in keyed), treedef=treedef
-    )
+    own = matched(layout, abstract.state)
     parameters = nnx.filter_state(abstract.state, recipe.wrt)
     trained = tuple(show_path(keys) for keys, _ in keyed_leaves(parameters))
     if not trained:
@@ -334,7 +328,7 @@ def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
             )
     optimizer = own.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
     structure = jax.tree.structure(parameters)
-    return Blueprint(recipe, own, optimizer, abstract.graphdef, trained, structure)
+    return Blueprint(recipe, own, optimizer, abstract, trained, structure)
 
 
 @contextlib.contextmanager
@@ -354,6 +348,7 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
 
 def _axis_types_help(error: Exception) -> str:
     """Returns what to do about a model that is written for axes of the other type, or nothing."""
+    # A ValueError of JAX like many, without a property to ask.
     if "type Auto" in str(error) and "PartitionSpec" in str(error):
         return (
             "help: the model names the sharding of results (out_sharding=), which needs axes of "

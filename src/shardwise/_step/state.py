@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from .._base import public
 from .._nnx import abstract_model, keyed_leaves, show_path
 
 # Plain dicts: JAX flattens them without calling into Python, so dispatching a step costs the same
@@ -16,6 +17,7 @@ from .._nnx import abstract_model, keyed_leaves, show_path
 Arrays = dict[str, Any]
 
 
+@public
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainState:
@@ -66,6 +68,7 @@ class TrainState:
         return nnx.merge(abstract.graphdef, state)
 
 
+@public
 class NotFinite(FloatingPointError):
     """The loss, or the state, became NaN or infinite."""
 

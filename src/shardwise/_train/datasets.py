@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base import count, either
+from .._base import count, either, public
 from .._layout import Layout
 from .._nnx import Recipe
 from .._step import (
@@ -29,6 +29,7 @@ from .train import Putter
 _INT32 = np.iinfo("int32")
 
 
+@public
 def data(
     source: Any,
     *,
@@ -80,6 +81,7 @@ def data(
     return Data(samples, shuffle, seed, epochs, transform, prefetch)
 
 
+@public
 @dataclasses.dataclass(frozen=True, eq=False)
 class Data:
     """Samples and their order. Made by `sw.data`; `len` is the number of samples."""

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from .._jax import is_jaxpr, is_literal, opened
-from .._nnx import trace_build
 from .._processes import differing_parts
 from .._step import Blueprint
 from .datasets import Data
@@ -73,11 +72,8 @@ def program_parts(
     """
     if jax.process_count() == 1:
         return {}
-    built = trace_build(
-        blueprint.recipe.model, lambda build: jax.make_jaxpr(build)(), blueprint.layout.mesh
-    )
     return {
-        "init": program_digest(built.traced),
+        "init": program_digest(blueprint.model.program),
         "step": program_digest(traced),
         "weights": _weights_digest(given or {}),
     }

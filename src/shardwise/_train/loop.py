@@ -14,11 +14,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import either, working
+from .._base import either, public, working
 from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check
 from .._layout import Layout
 from .._nnx import Recipe
-from .._place import own_mesh, require_devices
+from .._place import own_mesh, require_mesh
 from .._processes import LostProcess, agreed_steps, known_to_all, naming_lost_process, together
 from .._step import (
     Blueprint,
@@ -34,7 +34,7 @@ from .datasets import Data, open_batches
 from .fingerprint import program_parts, require_same_run, run_parts
 from .progress import RunLog, require_logs
 from .replicas import Replicas, ReplicasDiffer
-from .stopping import Stopped, Stopping
+from .stopping import Agreement, Stopped, Stopping
 from .train import Step, begin, given_arrays
 
 _PROFILED_STEPS = 5
@@ -42,6 +42,7 @@ _COMPARED_STEPS = 1000
 _Error = TypeVar("_Error", bound=Exception)
 
 
+@public
 def fit(
     recipe: Recipe,
     layout: Layout,
@@ -109,7 +110,7 @@ def fit(
     folder = Path(logs) if logs is not None else None
     with together("preparing the run"):
         blueprint = make_blueprint(recipe, layout)
-        mesh = require_devices(blueprint.layout)
+        mesh = require_mesh(blueprint.layout)
         step = Step(blueprint)
         given = given_arrays(model, blueprint) if model is not None else None
         if folder is not None and jax.process_index() == 0:
@@ -148,7 +149,7 @@ def fit(
                 together(f"restoring step {newest}"),
                 working(f"restoring step {newest}", show=shown),
             ):
-                state = checkpoints.restore(recipe, layout, step=newest)
+                state = checkpoints.restore_onto(blueprint, step=newest)
                 position = checkpoints.about(newest)["position"]
         else:
             doing = "initialising the model in its shards"
@@ -243,6 +244,8 @@ class _Saver:
         # What is infinite from the start, such as a mask or the best loss so far, is meant so.
         self._finite = _finite_arrays(state) if checkpoints else []
         self._replicas: Replicas | None = None
+        timed = checkpoints is not None and checkpoints.minutes and jax.process_count() > 1
+        self._late = Agreement(state.step.sharding.mesh) if timed else None
 
     def due(self, number: int) -> bool:
         every = self.checkpoints.every if self.checkpoints else None
@@ -252,7 +255,8 @@ class _Saver:
         if not minutes:
             return False
         late = time.monotonic() - self._saved_at >= 60 * minutes
-        return bool(_same_everywhere(late)) if jax.process_count() > 1 else late
+        # Clocks differ: when it is late for one process, all save, two steps later at most.
+        return late if self._late is None else bool(self._late.highest(late))
 
     def save(self, number: int, state: TrainState, position: int) -> None:
         if self.checkpoints is None:
@@ -260,6 +264,8 @@ class _Saver:
         self.checkpoints.save(
             number, state, position=position, layout=self.blueprint.layout, finite=self._finite
         )
+        if self._late is not None:
+            self._late.settle()  # what was late before this save is not after it
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
@@ -373,12 +379,6 @@ def _finite_arrays(state: TrainState) -> list[str]:
     }
     with own_mesh(state.step.sharding.mesh):
         return [show_array(name) for name, digest in digests(arrays)().items() if digest.finite]
-
-
-def _same_everywhere(mine: bool) -> Any:
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.broadcast_one_to_all(np.asarray(mine))
 
 
 def _require(

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._checkpoint import words_of
 from .._mesh import spec_axes
 from .._place import own_mesh
@@ -23,6 +24,7 @@ from .._processes import odd_ones
 from .._step import TrainState, named_arrays, show_array
 
 
+@public
 class ReplicasDiffer(RuntimeError):
     """Devices that must hold the same values hold different ones.
 

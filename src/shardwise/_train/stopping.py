@@ -12,7 +12,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 
+
+@public
 class Stopped(SystemExit):
     """A run was asked to stop by a signal, and did so after a whole step.
 
@@ -50,7 +53,7 @@ class Stopping:
         self.profile = False
         self._seen = 0
         self._before: dict[int, Any] = {}
-        self._agree = _Agreement(mesh) if jax.process_count() > 1 else None
+        self._agree = Agreement(mesh) if jax.process_count() > 1 else None
 
     def __enter__(self) -> Stopping:
         """Takes the signals."""
@@ -88,10 +91,11 @@ class Stopping:
             self._seen = number
 
 
-class _Agreement:
+class Agreement:
     """The highest number that any process has given, some steps late and without waiting."""
 
     def __init__(self, mesh: Mesh):
+        """Compiles nothing yet."""
         devices = np.array(sorted(mesh.devices.flat, key=lambda d: d.id))
         flat = Mesh(devices, ("device",))
         self._each = NamedSharding(flat, P("device"))
@@ -100,6 +104,7 @@ class _Agreement:
         self._pending: list[jax.Array] = []
 
     def highest(self, mine: int) -> int:
+        """Returns the highest number of two calls ago, or 0; all processes call it alike."""
         local = np.full(len(self._each.addressable_devices), mine, "int32")
         given = jax.make_array_from_process_local_data(self._each, local, self._shape)
         self._pending.append(self._highest(given))

@@ -11,11 +11,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from .._check import Findings, structure_findings
+from .._base import public
+from .._check import require_match
 from .._layout import Layout
 from .._mesh import show_mesh
 from .._nnx import Recipe, keyed_leaves, show_path
-from .._place import init, own_mesh, put_anywhere, require_devices, wrap_keys
+from .._place import initialise, own_mesh, put_anywhere, require_mesh, wrap_keys
 from .._step import (
     Blueprint,
     Bound,
@@ -30,6 +31,7 @@ from .._step import (
 )
 
 
+@public
 def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainState:
     """Returns the state before the first step, initialised straight into its shards.
 
@@ -58,7 +60,7 @@ def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainSt
         (1024, 512)
     """
     blueprint = make_blueprint(recipe, layout)
-    require_devices(blueprint.layout)
+    require_mesh(blueprint.layout)
     return begin(blueprint, given_arrays(model, blueprint) if model is not None else None)
 
 
@@ -87,13 +89,12 @@ def given_arrays(model: Any, blueprint: Blueprint) -> dict[str, Any]:
                 f"{show_path(keys)} of the given model is a {type(x).__name__}, which has no "
                 f"values to begin with: give arrays"
             )
-    found = structure_findings(
+    require_match(
         blueprint.layout,
         live,
         "give every array of the recipe's model; {**sw.train_state(recipe, layout).model, **weights} "
         "takes those that the weights lack from an initialised one",
     )
-    Findings(tuple(found)).raise_if_errors()
     return {path: live[keys] for path, keys in planned.items()}
 
 
@@ -112,8 +113,9 @@ def begin(blueprint: Blueprint, given: Mapping[str, Any] | None = None) -> Train
     """Returns the state before the first step, of given arrays or of initialised ones."""
     with own_mesh(blueprint.layout.mesh):
         if given is None:
-            _, made = nnx.split(init(blueprint.recipe.model, blueprint.layout))
-            arrays = {show_path(keys): array for keys, array in keyed_leaves(made)}
+            made = initialise(blueprint.model, blueprint.layout)
+            paths = (leaf.path for leaf in blueprint.layout.leaves)
+            arrays = dict(zip(paths, jax.tree.leaves(made), strict=True))
         else:
             places = blueprint.shardings.model
             arrays = {path: _copied(x, places[path]) for path, x in given.items()}
@@ -153,6 +155,7 @@ def _begin(blueprint: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
     return TrainState(step, model, optimizer, ema)
 
 
+@public
 class Step:
     """A training step: `step(state, batch) -> (state, metrics)`. Made by `sw.train_step`.
 
@@ -165,7 +168,7 @@ class Step:
 
     def __init__(self, blueprint: Blueprint):
         """Jits the step; nothing is compiled before the first call."""
-        require_devices(blueprint.layout)
+        require_mesh(blueprint.layout)
         self.blueprint = blueprint
         self._put = Putter(blueprint)
         self.jitted = blueprint.jitted()
@@ -192,6 +195,7 @@ class Step:
             raise
 
 
+@public
 def train_step(recipe: Recipe, layout: Layout) -> Step:
     """Returns the recipe's training step on this layout: `step(state, batch) -> (state, metrics)`.
 

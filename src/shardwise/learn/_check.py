@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 from typing import IO, Any
 
+from .._base import public
 from ._exercise import Exercise, Lesson
 from ._judge import Outcome, late
 from ._lessons import find_lesson
@@ -22,6 +23,7 @@ _GRACE_SECONDS = 5.0
 _START_SECONDS = 120.0
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Marks:
     """What came of a lesson's exercises.
@@ -53,6 +55,7 @@ class Marks:
         }
 
 
+@public
 def check(lesson: int, file: str, *, only: str | None = None, seconds: float = 60.0) -> Marks:
     """Returns what the exercises of a lesson say of the functions in a file.
 

@@ -7,11 +7,14 @@ import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from .._base import public
+
 
 class Differs(Exception):  # noqa: N818 - a verdict on the solution, not a failure of ours
     """A solution is wrong in a way that a returned value would not show: the text says how."""
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
     """One use of the user's function, and what must come of it.
@@ -32,6 +35,7 @@ class Case:
     hint: str = ""
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Exercise:
     """A function for the user to write.
@@ -58,6 +62,7 @@ class Exercise:
         return f"{self.name}({self.parameters})"
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lesson:
     """A page that teaches, and its exercises.

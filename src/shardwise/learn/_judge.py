@@ -12,13 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._base import line_of
+from .._base import line_of, public
 from ._compare import difference, show
 from ._exercise import Case, Differs, Exercise
 
 _LONGEST_MESSAGE = 300
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of one exercise.
@@ -54,6 +55,7 @@ class _Late(BaseException):
     """The alarm rang: no `except Exception` of the user's stops it."""
 
 
+@public
 def judge(
     exercise: Exercise, function: Any, *, number: str = "", file: str = "", seconds: float = 0
 ) -> Outcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+from .._base import public
 from ._exercise import Exercise, Lesson
 
 _IMPORTS = """import jax
@@ -16,6 +17,7 @@ import shardwise as sw
 """
 
 
+@public
 def skeleton(lesson: Lesson, file: str) -> str:
     """Returns a module with the signatures and docstrings of a lesson's exercises.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from typing import Any, TextIO
 
 import jax
 
+from .._base import load_file
 from ._judge import Outcome, judge, one_sentence, own_line
 from ._lessons import find_lesson
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     jax.devices()  # a file that asks for others is told by JAX that it is too late
     _say(lines, begin="")
     try:
-        module = _load(file)
+        module = load_file(file)
     except (Exception, SystemExit) as error:
         place = own_line(error, file)
         _say(lines, failed=f"{one_sentence(error)}{', at ' if place else ''}{place}")
@@ -56,18 +56,6 @@ def main(arguments: Sequence[str]) -> None:
             found = Outcome(number, exercise.name, "missing", message=message)
         _say(lines, outcome=dataclasses.asdict(found))
     _say(lines, done=True)
-
-
-def _load(file: str) -> ModuleType:
-    sys.path.insert(0, os.path.dirname(file))
-    name = os.path.splitext(os.path.basename(file))[0]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A file that is called like a module which is in use does not take its place.
-    sys.modules.setdefault(name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _missing(name: str, module: ModuleType, file: str) -> str:

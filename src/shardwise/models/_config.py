@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from .._base import public
+
 ACTIVATIONS = ("silu", "gelu")
 
 
+@public
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """The sizes of a decoder, and what its family does differently from others.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from .._base import public
 from ._config import Config
 from ._experts import Experts
 from ._kernels import look_up, mean_nll
@@ -55,6 +56,7 @@ class Block(nnx.Module):
         return hidden @ self.down[...]
 
 
+@public
 class Decoder(nnx.Module):
     """Tokens to logits.
 
@@ -138,6 +140,7 @@ def _scan(stack: nnx.List[Block], x: jax.Array, remat: str | None) -> jax.Array:
     return jax.lax.scan(body, x, state)[0]
 
 
+@public
 def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Returns the mean cross-entropy of each next token.
 

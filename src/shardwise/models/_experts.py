@@ -34,7 +34,8 @@ class Experts(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         """Makes the router and the MLPs."""
-        assert config.experts is not None
+        if config.experts is None:
+            raise ValueError("a config without experts= has no experts to choose from")
         count, width, hidden = config.experts, config.width, config.hidden
         # The router is small and every device asks it: its experts have no name.
         self.router = named(into(rngs.params(), (width, count)), "embed", None)

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.core import spmd as flax_spmd
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
+
+from .._jax import active_axis_rules
 
 NAMES = ("vocab", "embed", "heads", "kv_heads", "depth", "mlp", "experts", "layers")
 
@@ -67,7 +68,7 @@ def gather(x: jax.Array, *names: str | None) -> jax.Array:
         (256, 32)
     """
     mesh = auto_mesh()
-    if mesh is None or not flax_spmd.get_logical_axis_rules():
+    if mesh is None or not active_axis_rules():
         return x
     axes = axes_of(x.shape, names, mesh)
     left = P.UNCONSTRAINED
@@ -87,7 +88,7 @@ def axes_of(
     shape: tuple[int, ...], names: tuple[str | None, ...], mesh: AbstractMesh
 ) -> list[tuple[str, ...]]:
     """Returns the axes of `mesh` that split each dim: known, used once, and dividing it."""
-    rules: dict[str, Any] = dict(flax_spmd.get_logical_axis_rules() or ())
+    rules: dict[str, Any] = dict(active_axis_rules())
     found: list[tuple[str, ...]] = []
     used: set[str] = set()
     for size, name in zip(shape, names, strict=True):

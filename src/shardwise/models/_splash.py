@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from .._jax import splash_attention
 from ._names import auto_mesh, axes_of
 
 # Lengths are cut into the largest of these that divides them.
@@ -42,8 +43,7 @@ def splash(
         window: how many positions each one sees; all before it if None.
         interpret: whether Pallas interprets the kernel, as it can on any device.
     """
-    # Imported here, since Pallas is slow to import and only a TPU needs it.
-    from jax.experimental.pallas.ops.tpu import splash_attention as sa
+    sa = splash_attention()
 
     length, heads = q.shape[1:3]
     shape = (length, length)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..._base import tell
-from ..help import OUTPUT
+from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
     InputsOption,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..._base import tell, tell_json
-from ..help import OUTPUT
+from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
     BatchOption,

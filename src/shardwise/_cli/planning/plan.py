@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..._base import tell, tell_json
-from ..help import OUTPUT
+from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
     BatchOption,
@@ -169,23 +169,7 @@ def _explain(layout: Layout, path: str, format: Format) -> None:
         }
         for opinion in leaf.trail
     ]
-    tell_json({**_leaf_json(leaf), "considered": considered})
-
-
-def _leaf_json(leaf: Any) -> dict[str, Any]:
-    from ..._mesh import show_spec
-
-    return {
-        "path": leaf.path,
-        "kind": leaf.kind,
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": show_spec(leaf.spec),
-        "shard_shape": None if leaf.faults else list(leaf.shard_shape),
-        "shard_bytes": None if leaf.faults else leaf.shard_bytes,
-        "copies": None if leaf.faults else leaf.copies,
-        "reason": leaf.reason,
-    }
+    tell_json({**leaf.to_dict(), "considered": considered})
 
 
 def _plan_json(plan: Plan, compile: bool) -> dict[str, Any]:
@@ -205,7 +189,7 @@ def _plan_json(plan: Plan, compile: bool) -> dict[str, Any]:
         "bytes_per_device": layout.bytes_per_device,
         "optimizer_bytes_per_device": plan.optimizer_bytes,
         "batch_bytes_per_device": plan.batch_bytes,
-        "leaves": [_leaf_json(leaf) for leaf in layout.leaves],
+        "leaves": [leaf.to_dict() for leaf in layout.leaves],
         "findings": [finding.to_dict() for finding in plan.findings],
     }
     if compile:

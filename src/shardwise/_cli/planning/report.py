@@ -11,7 +11,7 @@ import typer
 
 from ..._base import tell, working
 from ..complete import complete_devices, complete_strategy, complete_target
-from ..help import MODEL, OUTPUT
+from ..help_text import MODEL, OUTPUT
 from ..options import (
     BatchOption,
     CompileOption,

@@ -34,6 +34,10 @@ def doctor(format: FormatOption = Format.text) -> None:
         return
     told = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     tell(f"Python {found['python']}, {told}")
+    tell(_tested(found))
+    problems = [row["problem"] for row in found["internals"] if row["problem"]]
+    for problem in problems:
+        tell(f"does not work: {problem}")
     tell(f"devices here: {found['devices']}")
     for row in found["compilers"]:
         what = f"{row['platform'].upper()} compiler ({', '.join(row['chips'])})"
@@ -50,10 +54,19 @@ def doctor(format: FormatOption = Format.text) -> None:
         tell(f"{cudnn}: no, XLA's attention is compiled instead; pip install {package}")
 
 
+def _tested(found: dict[str, Any]) -> str:
+    names = [f"{name} {' and '.join(versions)}" for name, versions in found["tested"].items()]
+    untested = [f"{name} {found['versions'][name]}" for name in found["untested"]]
+    told = f"{', '.join(untested)} not among them" if untested else "those here are among them"
+    return f"tested with {', '.join(names)}: {told}"
+
+
 def _doctor() -> dict[str, Any]:
+    import dataclasses
     import importlib.metadata  # slow, and help needs none of it
 
     from ..._compile import find_compiler
+    from ..._jax import TESTED, probe
 
     names = ("shardwise", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
     compilers = []
@@ -73,9 +86,13 @@ def _doctor() -> dict[str, Any]:
         cudnn = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         cudnn = None
+    versions = {name: importlib.metadata.version(name) for name in names}
     return {
         "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in names},
+        "versions": versions,
+        "tested": {name: list(tested) for name, tested in TESTED.items()},
+        "untested": [name for name, tested in TESTED.items() if versions[name] not in tested],
+        "internals": [dataclasses.asdict(row) for row in probe()],
         "devices": _devices(),
         "compilers": compilers,
         "cudnn": {"package": package, "version": cudnn},
@@ -87,7 +104,7 @@ def _devices() -> str:
     code = "import jax; d = jax.devices(); print(len(d), d[0].platform, d[0].device_kind, sep=';')"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
         return "JAX did not say within two minutes"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..._base import tell, tell_json, working
-from ..help import Command
+from ..help_text import Command
 from ..options import Format, FormatOption, app
 
 if TYPE_CHECKING:

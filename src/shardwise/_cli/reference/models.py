@@ -40,7 +40,7 @@ def _models() -> list[dict[str, Any]]:
     from ..._layout import layout
     from ..._mesh import mesh
     from ...models import CONFIGS
-    from ..named import make_named
+    from ..published import make_named
 
     rows = []
     for name, config in CONFIGS.items():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..._base import tell, tell_json
-from ..help import MODEL
+from ..help_text import MODEL
 from ..options import (
     Format,
     FormatOption,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..._base import tell_json
-from ..help import OUTPUT
+from ..help_text import OUTPUT
 from ..options import (
     Format,
     FormatOption,

@@ -11,9 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from jax._src.interpreters import mlir
-from jaxlib.mlir import ir, passmanager
-
+from ..._jax import mlir_bindings, module_bytes
 from .source import user_place
 
 _PASSES = (
@@ -48,31 +46,32 @@ def reshards(module: Any) -> list[Reshard]:
     Args:
         module: what `lowered.compiler_ir("stablehlo")` returns; it is not changed.
     """
+    ir, passmanager = mlir_bindings()
     with module.context:
-        own = ir.Module.parse(mlir.module_to_bytecode(module))
+        own = ir.Module.parse(module_bytes(module))
         try:
             passmanager.PassManager.parse(_PASSES).run(own.operation)
         except (ValueError, ir.MLIRError):
             return []  # in this jaxlib the passes have other names; their result is optional
-        return list(_found(own.operation))
+        return list(_found(own.operation, ir))
 
 
-def _found(operation: Any) -> Iterator[Reshard]:
+def _found(operation: Any, ir: Any) -> Iterator[Reshard]:
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
                 one = inner.operation
                 if one.name == "sdy.reshard":
-                    before, after = _split(one.operands[0]), _split(one.results[0])
+                    before, after = _split(one.operands[0], ir), _split(one.results[0], ir)
                     if before is not None and after is not None and before != after:
                         frames = _FRAME.findall(str(one.location))
                         place = user_place([(file, int(line), name) for name, file, line in frames])
                         shape = tuple(ir.RankedTensorType(one.results[0].type).shape)
                         yield Reshard(place, shape, before, after)
-                yield from _found(one)
+                yield from _found(one, ir)
 
 
-def _split(value: Any) -> Split | None:
+def _split(value: Any, ir: Any) -> Split | None:
     """Returns the axes of each dim, as annotated on the value's producer or its function."""
     owner, number = value.owner, 0
     if isinstance(owner, ir.Block):

@@ -1,9 +1,9 @@
 """The compilers as processes: what is installed, how they are run, what they said before."""
 
 from .installed import find_compiler as find_compiler
+from .noise import start_backends as start_backends
 from .run import CompileError as CompileError
 from .run import Program as Program
 from .run import absent_mesh as absent_mesh
-from .run import captured_stderr as captured_stderr
 from .run import compile_absent as compile_absent
 from .run import compile_here as compile_here

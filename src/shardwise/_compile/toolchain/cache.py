@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def read_entry(folder: Path | None, key: str) -> dict[str, Any] | None:
         if json.loads(header) != _header(key, packed):
             return None
         found = json.loads(gzip.decompress(packed))
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, zlib.error, RecursionError, MemoryError):
+        return None
+    if not isinstance(found, dict):
         return None
     # So that it is among the last to go; a cache that cannot be written can still be read.
     with contextlib.suppress(OSError):

@@ -43,7 +43,8 @@ def require_compiler(chips: Chips) -> Compiler:
     return found
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -51,14 +52,14 @@ def _version(package: str) -> str | None:
 
 
 def _tpu() -> Compiler:
-    installed = _version("libtpu")
+    installed = version_of("libtpu")
     if installed is None:
         return Compiler(
             "tpu",
             {},
             'needs the TPU compiler, which is not installed: pip install "shardwise[tpu]"',
         )
-    jax = _version("jax") or ""
+    jax = version_of("jax") or ""
     wanted = ""
     for line in importlib.metadata.requires("jax") or ():
         pinned = re.match(r"libtpu\s*==\s*([\w.*]+)\s*;.*extra\s*==\s*['\"]tpu", line)
@@ -73,10 +74,10 @@ def _tpu() -> Compiler:
 
 
 def _gpu() -> Compiler:
-    jaxlib = _version("jaxlib") or ""
+    jaxlib = version_of("jaxlib") or ""
     for cuda in ("13", "12"):
         names = (f"jax-cuda{cuda}-plugin", f"jax-cuda{cuda}-pjrt")
-        versions = {name: _version(name) for name in names}
+        versions = {name: version_of(name) for name in names}
         if not any(versions.values()):
             continue
         have = {name: version for name, version in versions.items() if version}

@@ -13,25 +13,37 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
 
-from ..._base import option, undone, working
+from ..._base import cleaned_up_on_signal, option, public, working
 from ..._chips import Chips
+from ..._jax import missing, module_bytes
 from .cache import FORMAT, cache_folder, read_entry, write_entry
 from .gpu import target_config
-from .installed import require_compiler
-from .worker import alive_at_peak, arranged, compiled, memory_stats, topology_devices, with_dump
+from .installed import require_compiler, version_of
+from .noise import compiler_noise, start_backends
+from .worker import (
+    Missing,
+    alive_at_peak,
+    arranged,
+    compiled,
+    hlo_text,
+    memory_stats,
+    status_of,
+    topology_devices,
+    with_dump,
+)
 
 _WORKER = Path(__file__).with_name("worker.py")
 
 
+@public
 class CompileError(ValueError):
     """The compiler refused the program, or the chips."""
 
@@ -69,22 +81,28 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
     Raises:
         CompileError: it refused it for another reason than memory.
     """
+    try:
+        return _compiled_here(lowered, mesh, options)
+    except Missing as error:
+        raise missing(error.name, error) from error
+
+
+def _compiled_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Program:
     start, refused, done = time.monotonic(), "", None
-    module = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    with captured_stderr() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
+    module = module_bytes(lowered.compiler_ir("stablehlo"))
+    with compiler_noise() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         dump = Path(folder, "dump")
         try:
             done = compiled(module, list(mesh.devices.flat), with_dump(dict(options), dump))
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if status_of(error) != "RESOURCE_EXHAUSTED":
                 raise CompileError(f"the compiler refused the step: {_first(error)}") from error
             refused = str(error)
         alive = alive_at_peak(dump)
     if done is None:
         return Program("", {}, refused, noise(), time.monotonic() - start)
     stats = memory_stats(done)
-    (made,) = done.hlo_modules()
-    return Program(made.to_string(), stats, "", noise(), time.monotonic() - start, alive)
+    return Program(hlo_text(done), stats, "", noise(), time.monotonic() - start, alive)
 
 
 def compile_absent(
@@ -111,7 +129,7 @@ def compile_absent(
         CompileError: it refused the topology, or the program for another reason than memory.
     """
     request = {**_topology(chips), "mesh": list(mesh.values()), "options": dict(options)}
-    versions = {"jax": jax.__version__}
+    versions = {name: version_of(name) for name in ("shardwise", "jax", "jaxlib")}
     if chips is not None:
         versions |= require_compiler(chips).versions
     worker = _WORKER.read_text()
@@ -124,7 +142,7 @@ def compile_absent(
         return kept
     with (
         tempfile.TemporaryDirectory(prefix="shardwise-") as name,
-        undone(lambda: shutil.rmtree(name, ignore_errors=True)),
+        cleaned_up_on_signal(lambda: shutil.rmtree(name, ignore_errors=True)),
     ):
         folder = Path(name)
         (folder / "module").write_bytes(module)
@@ -187,17 +205,18 @@ def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
         ValueError: the compiler is not installed, or does not know the topology.
     """
     require_compiler(chips)
-    with captured_stderr() as noise:
-        jax.devices("cpu")  # the backends are started, and with them the plugins found
+    start_backends()  # and with them the plugins are found
+    with compiler_noise():
         try:
             devices = topology_devices(_topology(chips))
             ordered = arranged(devices, list(mesh.shape.values()))
+        except Missing as error:
+            raise missing(error.name, error) from error
         except Exception as error:
             raise CompileError(
                 f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} "
                 f"knows: {_first(error)}"
             ) from error
-    del noise
     shaped = np.array(ordered).reshape(tuple(mesh.shape.values()))
     return Mesh(shaped, mesh.axis_names, axis_types=mesh.axis_types)
 
@@ -217,7 +236,7 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
             start_new_session=True,
         )
         try:
-            with undone(lambda: _kill(process)):
+            with cleaned_up_on_signal(lambda: _kill(process)):
                 code = process.wait()
         finally:
             if process.poll() is None:
@@ -240,12 +259,14 @@ def _result(folder: Path, code: int, noise: str, chips: Chips | None) -> dict[st
     result = {}
     with contextlib.suppress(OSError, ValueError):  # none, or cut short
         result = json.loads(path.read_text())
+    if "missing" in result:
+        raise missing(result["missing"], result["why"])
     if "topology_error" in result and chips is not None:
         raise CompileError(
             f"{option('on', str(chips))} is not a topology that the compiler of {chips.chip.name} knows: "
             f"{_first(result['topology_error'])}"
         )
-    if "error" in result and "RESOURCE_EXHAUSTED" not in result["error"]:
+    if "error" in result and result["status"] != "RESOURCE_EXHAUSTED":
         raise CompileError(f"the compiler refused the step: {_first(result['error'])}")
     if not result:
         fatal = [line for line in noise.splitlines() if "Check failed" in line or "Error" in line]
@@ -262,18 +283,27 @@ def _first(error: Any) -> str:
     return lines[0][:500] if lines else type(error).__name__
 
 
+# What a kept program is made of; one of other names or types is another version's.
+_FIELDS = {"hlo": str, "stats": dict, "refused": str, "noise": str, "seconds": float}
+_KINDS = ({**_FIELDS, "alive": list}, {**_FIELDS, "alive": type(None)})
+
 _said: set[str] = set()  # the folders that a note was printed of
 
 
 def _kept(key: str) -> Program | None:
     """Returns the program that was kept under `key`, if it is as a compiler made it."""
     found = read_entry(cache_folder(), key)
-    try:
-        program = Program(**found, cached=True) if found is not None else None
-    except TypeError:
+    if found is None or {name: type(value) for name, value in found.items()} not in _KINDS:
+        return None
+    stats, alive = found["stats"], found["alive"]
+    if not all(type(size) is int for size in stats.values()):
+        return None
+    if not all(
+        isinstance(row, list) and [*map(type, row)] == [str, str, int] for row in alive or ()
+    ):
         return None
     # No compiler ends without a program and without a word of why.
-    return program if program and (program.hlo or program.refused) else None
+    return Program(**found, cached=True) if found["hlo"] or found["refused"] else None
 
 
 def _keep(key: str, program: Program, show: bool) -> None:
@@ -289,26 +319,3 @@ def _keep(key: str, program: Program, show: bool) -> None:
             f"{problem} (SHARDWISE_CACHE names another folder)",
             file=sys.stderr,
         )
-
-
-@contextlib.contextmanager
-def captured_stderr() -> Iterator[Any]:
-    """Keeps what compilers print past Python's own stderr; yields a function that returns it."""
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        before = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        text: list[str] = []
-
-        def noise() -> str:
-            if not text:
-                file.seek(0)
-                text.append(file.read().decode(errors="replace"))
-            return text[0]
-
-        try:
-            yield noise
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-            noise()

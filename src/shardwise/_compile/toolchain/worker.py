@@ -3,9 +3,11 @@
     python _compile_worker.py REQUEST.json FOLDER PID
 
 A process, since the compilers read the environment, print to the terminal, take a lock, and end
-the process on inputs that they do not foresee. It imports JAX and nothing of Shardwise.
+the process on inputs that they do not foresee. It imports JAX and nothing of Shardwise: what it
+reaches of JAX's private names is in the table of `_jax/private.py` too, which words the error.
 """
 
+import importlib
 import json
 import os
 import re
@@ -25,29 +27,64 @@ _ENVIRONMENT = {
 }
 
 
+class Missing(Exception):
+    """The installed JAX does not have a private name that compiling needs."""
+
+    def __init__(self, name: str, why: str):
+        """Takes the dotted name, and what Python says of it."""
+        super().__init__(why)
+        self.name = name
+
+
+def reach(module: str, name: str) -> Any:
+    """Returns a name of a module that JAX may move."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Missing(f"{module}.{name}", str(error)) from error
+
+
+def _ask(executable: Any, method: str) -> Any:
+    """Returns what an undocumented method of an executable returns."""
+    try:
+        asked = getattr(executable, method)
+    except AttributeError as error:
+        raise Missing(f"jaxlib._jax.LoadedExecutable.{method}", str(error)) from error
+    return asked()
+
+
 def main(request_path: str, folder: str) -> None:
     """Writes `result.json`, and `hlo.txt` where there is a program."""
     request = json.loads(Path(request_path).read_text())
-    result: dict[str, Any] = {}
+    try:
+        result = _result(request, folder)
+    except Missing as error:
+        result = {"missing": error.name, "why": str(error)}
+    _write(folder, result)
+
+
+def _result(request: dict[str, Any], folder: str) -> dict[str, Any]:
     try:
         devices = arranged(topology_devices(request), request["mesh"])
+    except Missing:
+        raise
     except Exception as error:
-        result["topology_error"] = str(error)
-        _write(folder, result)
-        return
+        return {"topology_error": str(error)}
     module = Path(request["module"]).read_bytes()
     dump = Path(folder, "dump")
     try:
         done = compiled(module, devices, with_dump(request["options"], dump))
+    except Missing:
+        raise
     except Exception as error:
-        result["error"] = str(error)
-        done = None
-    if done is not None:
-        result["memory"] = memory_stats(done)
-        result["alive"] = alive_at_peak(dump)
-        (module_after,) = done.hlo_modules()
-        Path(folder, "hlo.txt").write_text(module_after.to_string())
-    _write(folder, result)
+        return {"error": str(error), "status": status_of(error)}
+    Path(folder, "hlo.txt").write_text(hlo_text(done))
+    return {"memory": memory_stats(done), "alive": alive_at_peak(dump)}
+
+
+def status_of(error: BaseException) -> str:
+    """Returns XLA's name of what went wrong, such as `RESOURCE_EXHAUSTED`, if XLA raised it."""
+    return getattr(error, "error_code_string", "")
 
 
 def _write(folder: str, result: dict[str, Any]) -> None:
@@ -56,10 +93,16 @@ def _write(folder: str, result: dict[str, Any]) -> None:
 
 def memory_stats(executable: Any) -> dict[str, int]:
     """Returns what a compiler says of an executable's memory, in bytes by name, if anything."""
-    stats = executable.get_compiled_memory_stats()
+    stats = _ask(executable, "get_compiled_memory_stats")
     if stats is None:
         return {}
     return {name: int(getattr(stats, name)) for name in dir(stats) if name.endswith("_bytes")}
+
+
+def hlo_text(executable: Any) -> str:
+    """Returns the optimised program of an executable."""
+    (module,) = _ask(executable, "hlo_modules")
+    return module.to_string()
 
 
 def with_dump(options: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -146,8 +189,6 @@ def _apart(alive: list[tuple[int, int, int, str, str]]) -> list[tuple[int, int, 
 
 def topology_devices(request: dict[str, Any]) -> list[Any]:
     """Returns compile-only devices of the topology that is asked for."""
-    from jax.experimental import topologies
-
     if request["platform"] == "cpu":
         import jax
 
@@ -157,19 +198,18 @@ def topology_devices(request: dict[str, Any]) -> list[Any]:
         jax.config.update("jax_num_cpu_devices", count)
         return list(jax.devices("cpu"))
     if request["platform"] == "tpu":
-        return list(
-            topologies.get_topology_desc(
-                request["topology"], platform="tpu", **request["topology_options"]
-            ).devices
-        )
+        options = request["topology_options"]
+        return list(_topology(request["topology"], platform="tpu", **options).devices)
     config = known_fields(request["target_config"], request["topology"])
     return list(_gpu_topology(config, request["topology"]).devices)
 
 
 def _gpu_topology(config: str, topology: str) -> Any:
-    from jax.experimental import topologies
+    return _topology(platform="cuda", target_config=config, topology=topology)
 
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology)
+
+def _topology(*args: Any, **options: Any) -> Any:
+    return reach("jax.experimental.topologies", "get_topology_desc")(*args, **options)
 
 
 def known_fields(config: str, topology: str) -> str:
@@ -194,7 +234,10 @@ def known_fields(config: str, topology: str) -> str:
 def _parses(config: str, topology: str) -> bool:
     try:
         _gpu_topology(config, topology)
+    except Missing:
+        raise
     except Exception as error:
+        # Its status, INVALID_ARGUMENT, is that of a topology which is none, too.
         return "Failed to parse" not in str(error)
     return True
 
@@ -213,22 +256,22 @@ def arranged(devices: list[Any], shape: list[int]) -> list[Any]:
 def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
     """Returns the executable that the target's own compiler makes of a StableHLO module."""
     import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
-    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
+    get_compile_options = reach("jax.extend.backend", "get_compile_options")
+    make_ir_context = reach("jax._src.interpreters.mlir", "make_ir_context")
+    device_list = reach("jaxlib._jax", "DeviceList")
+    ir_module = reach("jaxlib.mlir.ir", "Module")
     order = np.array([[device.id for device in devices]])
-    given = compiler.get_compile_options(
+    given = get_compile_options(
         num_replicas=1,
         num_partitions=len(devices),
         device_assignment=order,
         env_options_overrides=options,
     )
-    with mlir.make_ir_context():
-        parsed = ir.Module.parse(module)
+    with make_ir_context():
+        parsed = ir_module.parse(module)
         client = devices[0].client
-        there = xla_client.DeviceList(tuple(devices))
+        there = device_list(tuple(devices))
         # Devices that are here load what they compile; compile-only ones cannot.
         only = "CompileOnly" in type(client).__name__
         return (client.compile if only else client.compile_and_load)(parsed, there, given)

@@ -1,8 +1,8 @@
-"""How each leaf's dims flow through a traced function: which dims are one, and what happens to them.
+"""How dims of leaves flow through a traced function: which are the same, what happens to them.
 
-The jaxpr is walked once. Every dim of every value is a list of factors (`_factors`); operations
-unify them. What would cost communication if a factor were split is recorded as an event and
-looked up once all is unified.
+The jaxpr is walked once. Every dim of every value is a list of factors (see `factors`), and
+operations unify them. Whatever would cost communication if a factor were split is recorded as an
+event, and looked up once everything is unified.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .factors import Dim, Factor, fresh, resolve, unify
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Val:
-    """An abstract value: its dims, whether it depends on the inputs, and what was summed on the way.
+    """An abstract value: its dims, whether it depends on the inputs, and the contractions before it.
 
     Attributes:
         dims: the factors of each dim.
@@ -33,13 +33,13 @@ class Val:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """A sum over a dim: a contraction or a lookup. Splitting the dim costs a reduction here.
+    """A contraction or lookup over a dim. Splitting the dim costs a reduction here.
 
     Attributes:
         index: its bit in `Val.past`.
-        kind: `weights` (a leaf against an activation), `activations`, `leaves` or `lookup`.
+        kind: `weights` (a leaf with an activation), `activations`, `leaves` or `lookup`.
         summed: the dims that are summed over.
-        produced: the dims that the leaf's side brings to the result.
+        produced: the dims of the result that come from the leaf.
         past: the contractions before it.
     """
 
@@ -52,19 +52,19 @@ class Site:
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """All that happens to one factor, wherever it stands.
+    """Everything that happens to one factor, wherever it occurs.
 
     Attributes:
         size: its size.
         sites: where it is summed over.
         broken: why it cannot be split without more communication.
-        reduced: why a whole row along it is needed, where the result no longer has it.
-        made: a leaf brings it to an activation, as the columns of a kernel do.
+        reduced: why all of it is needed for a result that no longer has it.
+        made: whether a leaf introduces it into an activation, as the columns of a kernel do.
         inputs: where it is a dim of the model's inputs: the input's index, and the dim.
-        written: it is a dim of something that is updated in place, as a KV cache is.
-        is_output: it is a dim of the model's outputs.
-        recurs: it is produced from a sum over itself: the residual stream.
-        scanned: a loop steps along it.
+        written: whether it is a dim of something that is updated in place, such as a KV cache.
+        is_output: whether it is a dim of the model's outputs.
+        recurs: whether it is produced from a sum over itself: the residual stream.
+        scanned: whether a loop steps along it.
     """
 
     size: int
@@ -81,15 +81,15 @@ class Group:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flow:
-    """The finished account of one traced function.
+    """The result of following the dims of one traced function.
 
     Attributes:
-        leaf_groups: for each leaf, for each dim, its factors' groups, major first.
+        leaf_groups: for each leaf and dim, the groups of its factors, major first.
         groups: what happens to each group.
         met: the leaves that the function uses.
-        input_names: what the function's inputs are called.
-        what: what was traced, such as `__call__`.
-        is_loss: it was a loss, so that all that leaves the model is seen.
+        input_names: the names of the function's inputs.
+        what: the name of what was traced, such as `__call__`.
+        is_loss: whether it was a loss, so that every use of the model's outputs is seen.
     """
 
     leaf_groups: list[list[list[int]]]
@@ -101,10 +101,10 @@ class Flow:
 
 
 class Tracer:
-    """Walks jaxprs and keeps the account. One instance serves one trace."""
+    """Walks jaxprs and records what happens to dims. Each trace needs its own instance."""
 
     def __init__(self) -> None:
-        """Starts an empty account."""
+        """Starts with nothing recorded."""
         self.sites: list[Site] = []
         self.broken: list[tuple[Dim, str]] = []
         self.reduced: list[tuple[Dim, str]] = []
@@ -113,11 +113,11 @@ class Tracer:
         self.scanned: list[Dim] = []
 
     def unknown(self, shape: Sequence[int], live: bool = False, past: int = 0) -> Val:
-        """Returns a value whose dims are no other dims."""
+        """Returns a value whose dims are distinct from all others."""
         return Val([fresh(size) for size in shape], live, past)
 
     def breaks(self, dim: Dim, why: str) -> None:
-        """Records that `dim` cannot be split for free."""
+        """Records that splitting `dim` would need communication."""
         self.broken.append((dim, why))
 
     def reduces(self, dim: Dim, why: str) -> None:
@@ -125,7 +125,7 @@ class Tracer:
         self.reduced.append((dim, why))
 
     def same(self, a: Dim, b: Dim, why: str) -> None:
-        """Makes two dims one, or records that they do not line up."""
+        """Unifies two dims, or records that they do not line up."""
         if not unify(a, b):
             self.breaks(a, why)
             self.breaks(b, why)
@@ -155,7 +155,7 @@ class Tracer:
             if inner is not None:
                 outputs = self.call(inner, values)
             else:
-                self.used.update(map(id, values))  # what is only handed on is not used yet
+                self.used.update(map(id, values))  # what is only passed to a call is not used yet
                 outputs = (rule or unknown_primitive)(self, eqn, values)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -166,7 +166,7 @@ class Tracer:
         return self.run(jaxpr, [self.unknown(getattr(c, "shape", ())) for c in consts], args)
 
     def finish(self, leaves: Sequence[Val], inputs: Sequence[Val], outputs: Sequence[Val]) -> Flow:
-        """Returns the account by group, now that everything has been unified."""
+        """Returns what was recorded for each group, once everything has been unified."""
         ids: dict[Factor, int] = {}
         groups: list[Group] = []
 
@@ -184,7 +184,7 @@ class Tracer:
         for site in self.sites:
             for i in {i for dim in site.summed for i in group_ids(dim)}:
                 groups[i].sites.append(site)
-                # A table that is looked up and used again as the head is no residual stream.
+                # A table that is looked up and used again as the head is not a residual stream.
                 past_of[i] |= (site.kind != "lookup") << site.index
         for site in self.sites:
             for i in {i for dim in site.produced for i in group_ids(dim)}:
@@ -217,11 +217,11 @@ class Tracer:
 def follow(closed: Any, count: int) -> Flow:
     """Returns how the dims of the first `count` inputs flow through a closed jaxpr.
 
-    An output that is one of the inputs, such as a variable that is not changed, is none.
+    An output that is one of the inputs, such as a variable that is not changed, does not count.
 
     Args:
         closed: the traced function, from `jax.make_jaxpr`.
-        count: how many of its inputs are leaves; the rest are what activations depend on.
+        count: how many of its inputs are leaves; activations depend on the others.
     """
     tracer = Tracer()
     values = [
@@ -230,10 +230,10 @@ def follow(closed: Any, count: int) -> Flow:
     ]
     consts = [tracer.unknown(getattr(c, "shape", ())) for c in closed.consts]
     results = tracer.run(closed.jaxpr, consts, values)
-    given = set(closed.jaxpr.invars)
+    invars = set(closed.jaxpr.invars)
     outputs = [
         value
         for var, value in zip(closed.jaxpr.outvars, results, strict=True)
-        if is_literal(var) or var not in given
+        if is_literal(var) or var not in invars
     ]
     return tracer.finish(values[:count], values[count:], outputs)

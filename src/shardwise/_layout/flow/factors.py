@@ -1,7 +1,7 @@
 """Which dims are the same dim: union-find over the factors of array dims.
 
 A dim is a list of factors, major first, because a reshape may split it (heads x depth) or merge
-it. Two dims that meet in an addition or a contraction are one; unifying them refines both
+it. Two dims that meet in an addition or a contraction are the same; unifying them refines both
 to common factors.
 """
 
@@ -16,7 +16,7 @@ class Factor:
     __slots__ = ("parent", "parts", "size")
 
     def __init__(self, size: int):
-        """Makes a factor that nothing is known of but its size."""
+        """Makes a factor of which only the size is known."""
         self.size = size
         self.parent: Factor | None = None
         self.parts: tuple[Factor, Factor] | None = None
@@ -26,7 +26,7 @@ Dim = list[Factor]
 
 
 def fresh(size: int) -> Dim:
-    """Returns a dim that is no other dim."""
+    """Returns a new dim, distinct from all others."""
     return [Factor(size)]
 
 
@@ -64,7 +64,7 @@ def unify(a: Dim, b: Dim) -> bool:
         x, y = root(left.pop()), root(right.pop())
         if x is y:
             continue
-        if x.parts is not None or y.parts is not None:  # a factor that stands in both dims
+        if x.parts is not None or y.parts is not None:  # a factor that occurs in both dims
             left.extend(reversed(resolve([x])))
             right.extend(reversed(resolve([y])))
             continue

@@ -1,4 +1,4 @@
-"""What each JAX primitive does to dims: the transfer rules of `_dataflow`."""
+"""What each JAX primitive does to dims: the transfer rules of `dataflow`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _shapes(eqn: Any) -> list[tuple[int, ...]]:
 
 
 def unknown_primitive(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
-    """Returns values that share no dim with the operands, whose dims are now broken."""
+    """Returns values that share no dims with the operands, and marks those dims as broken."""
     live, past = _past(values)
     for value in values:
         for dim in value.dims:
@@ -141,7 +141,7 @@ def _pad(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 def _split(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     (x,) = values
     axis = eqn.params["axis"]
-    tracer.breaks(x.dims[axis], "it is cut into parts")
+    tracer.breaks(x.dims[axis], "it is split into parts")
     return [
         Val([fresh(s) if d == axis else x.dims[d] for d, s in enumerate(shape)], x.live, x.past)
         for shape in _shapes(eqn)
@@ -149,7 +149,7 @@ def _split(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 
 
 def _window(tracer: Tracer, eqn: Any, x: Val, why: str) -> Val:
-    """Returns `x` with the dims whose size changes broken and replaced."""
+    """Returns `x` with every dim whose size changes marked as broken and replaced."""
     before, (after,) = eqn.invars[0].aval.shape, _shapes(eqn)
     dims: list[Dim] = []
     for dim, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -236,7 +236,7 @@ def _conv(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     if eqn.params["batch_group_count"] == 1:
         dims[out_spec[0]], dims[out_spec[1]] = lhs.dims[lhs_spec[0]], kernel_out
     if groups > 1 and eqn.params["batch_group_count"] == 1 and _size(channels) == groups:
-        # Depthwise: each channel makes its own outputs, which are its inner factor.
+        # Depthwise: each channel produces its own outputs, which are its inner factor.
         outer = regroup([kernel_out], (groups, _size(kernel_out) // groups))
         if outer is None:
             tracer.breaks(kernel_out, "the groups of a convolution cut across it")
@@ -244,7 +244,7 @@ def _conv(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
         else:
             tracer.same(channels, outer[0], "the channels of a convolution do not line up")
     elif groups > 1 or eqn.params["batch_group_count"] > 1:
-        # XLA gathers the channels of such a convolution before it runs, however they are split.
+        # XLA gathers the channels before such a convolution, however they are split.
         for dim in (lhs.dims[lhs_spec[0]], channels, kernel_in, kernel_out):
             tracer.breaks(dim, "a convolution mixes it within groups")
     else:
@@ -339,7 +339,7 @@ def _scatter(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     numbers = eqn.params["dimension_numbers"]
     sizes, update_sizes = eqn.invars[0].aval.shape, eqn.invars[2].aval.shape
     window = iter(numbers.update_window_dims)
-    # The update's other dims are those of the indices, in order, without the index itself.
+    # The update's other dims are those of the indices, in order, except the index dim itself.
     scattered = [d for d in range(len(update_sizes)) if d not in numbers.update_window_dims]
     batching = dict(
         zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
@@ -368,7 +368,7 @@ def _scatter(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 def _unstack(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
     (x,) = values
     axis = eqn.params["axis"]
-    tracer.breaks(x.dims[axis], "it is cut into parts")
+    tracer.breaks(x.dims[axis], "it is split into parts")
     rest = [d for i, d in enumerate(x.dims) if i != axis]
     return [Val(rest, x.live, x.past) for _ in eqn.outvars]
 
@@ -437,7 +437,7 @@ def _cond(tracer: Tracer, eqn: Any, values: list[Val]) -> list[Val]:
 def _settle(
     body: Any, before: Sequence[Val], carry: Sequence[Val], after: Sequence[Val]
 ) -> list[Val]:
-    """Returns the carry with what the loop's body makes depend on the inputs marked so."""
+    """Returns the carry, marked as live where the loop's body makes it depend on the inputs."""
     carry = list(carry)
     while not all(x.live for x in carry):
         scratch = Tracer()  # only whether values are live matters here

@@ -21,7 +21,7 @@ Method = str | Callable[..., Any] | None
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and the named arguments that `inputs=` stands for."""
+    """Returns the positional and keyword arguments that `inputs=` stands for."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -54,14 +54,14 @@ def trace_flow(
     method: Method = None,
     recipe: Recipe | None = None,
 ) -> Flow | None:
-    """Returns how the dims of the leaves flow through what is traced.
+    """Returns how the dims of the leaves flow through the traced function.
 
     Args:
         abstract: the model.
         mesh: the mesh of the layout; the trace sees its axes and their types.
         inputs: what the model is called with.
         method: what is called with them: a method's name, or a function of a model and inputs.
-        recipe: without inputs, its loss is traced with its batch.
+        recipe: if there are no inputs, its loss is traced with its batch.
 
     Raises:
         ValueError: the function cannot be called with these inputs.
@@ -81,7 +81,7 @@ def trace_flow(
         seed, loss = recipe.rngs, recipe.loss
 
         def function(model: Any, batch: Any) -> Any:
-            # Its random keys are made within the trace: a plan starts no backend.
+            # Random keys are created within the trace, so that a plan starts no backend.
             return loss(model, batch, *([] if seed is None else [nnx.Rngs(seed)]))
 
         args, kwargs, parts = (recipe.batch,), {}, {"batch": recipe.batch}
@@ -91,12 +91,12 @@ def trace_flow(
 
     def forward(state: Any, arrays: list[Any]) -> Any:
         rest = iter(arrays)
-        # What is no array, such as train=True, is given as it is.
-        given = [next(rest) if yes else x for x, yes in zip(flat, is_array, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, given)
+        # Anything that is not an array, such as train=True, is passed unchanged.
+        values = [next(rest) if yes else x for x, yes in zip(flat, is_array, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, values)
         model = nnx.merge(abstract.graphdef, state)
         out = function(model, *args, **kwargs)
-        # What the call changed, such as a cache, leaves it too.
+        # State that the call changed, such as a cache, is an output too.
         changed = jax.tree.leaves((nnx.state(model), args, kwargs))
         kept = [x for x in (*jax.tree.leaves(out), *changed) if isinstance(x, jax.Array)]
         return kept
@@ -116,13 +116,13 @@ def trace_flow(
 
 
 def _traced(forward: Callable[..., Any], state: Any, arrays: list[Any], mesh: AnyMesh) -> Any:
-    """Returns the jaxpr of `forward`, traced under the types that the mesh's axes have.
+    """Returns the jaxpr of `forward`, traced with the mesh's axis types.
 
-    A model that gives `out_sharding=` needs Explicit axes. Under those, a model may also insist
-    on how its weights are split, which is not known yet: then Auto axes tell as much.
+    A model that uses `out_sharding=` needs Explicit axes. With those, a model may also require
+    a certain sharding of its weights, which is not known yet: Auto axes then do as well.
     """
     auto = (AxisType.Auto,) * len(mesh.shape)
-    # The empty mesh comes first, since a mesh that the caller has set cannot change its size.
+    # The empty mesh comes first, since a mesh that the caller has set cannot be resized.
     none = AbstractMesh((), ())
     use = jax.sharding.use_abstract_mesh
     failed: Exception | None = None
@@ -138,14 +138,16 @@ def _traced(forward: Callable[..., Any], state: Any, arrays: list[Any], mesh: An
 
 
 def _failed(error: Exception, blame: str, parts: Mapping[Any, Any], mesh: AnyMesh) -> str:
-    """Returns the sentence for a trace that failed: the cause first."""
+    """Returns the message for a trace that failed, with the cause first."""
     line = line_of(error)
     where = f" at {line}" if line else ""
     text = str(error)
+    # A ValueError of JAX like many, without a property; and a trace on Explicit axes, which would
+    # show it too, may fail for reasons of its own.
     if "of type Auto or Manual" in text and AxisType.Auto in mesh.axis_types:
         return (
-            f"{blame} names axes of the mesh itself, with out_sharding= or reshard{where}, which "
-            f"needs axes of type Explicit: make the mesh with sw.mesh(..., explicit=True)"
+            f"{blame} itself names mesh axes, with out_sharding= or reshard{where}, which "
+            f"needs Explicit axes: make the mesh with sw.mesh(..., explicit=True)"
         )
     shown = ", ".join(
         f"{key}={show_value(x)}" if isinstance(key, str) else show_value(x)
@@ -163,7 +165,7 @@ def _paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[Any, Any
 
 
 def _argument(path: Any, inputs: Any) -> str:
-    """Returns what an input is called in a sentence: `cache[0].k`, or `inputs[1]`."""
+    """Returns the name of an input for a message: `cache[0].k`, or `inputs[1]`."""
     (_, first, *rest) = path
     name = getattr(first, "key", None)
     if name is None:

@@ -1,4 +1,4 @@
-"""Every problem of a whole layout in one pass, without devices."""
+"""Reports every problem of a layout in one pass, without devices."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from jax.sharding import PartitionSpec as P
 
+from .._base import public
 from .._layout import Layout, require_layout
 from .._mesh import (
     DATA_AXES,
@@ -22,6 +23,7 @@ from .findings import Allow, Finding, Findings, allowed_paths, make_finding, sif
 from .replication import REPLICATED_BYTES, Replication
 
 
+@public
 def check(
     layout: Layout, *, allow: Allow | None = None, replicated_bytes: int = REPLICATED_BYTES
 ) -> Findings:
@@ -30,8 +32,8 @@ def check(
     Args:
         layout: the layout.
         allow: findings that are intentional, by code and path pattern: `{"SW105": "embed.**"}`.
-        replicated_bytes: from how many bytes on replication is worth a finding: of one leaf, or
-            of all smaller ones together.
+        replicated_bytes: the number of replicated bytes that is worth a finding: in one leaf, or
+            in all smaller leaves together.
 
     Example:
         >>> import shardwise as sw
@@ -61,7 +63,7 @@ def _findings(
         context = f"shape {leaf.shape}  spec {show_spec(leaf.spec)}  mesh {mesh}"
         found = leaf.faults
         if any(fault.code == "SW109" for fault in found):
-            # A name goes to the same axis in every leaf: one that suits this one may not suit all.
+            # A name maps to the same axis in every leaf, so the suggestion must suit all of them.
             places = _places(layout) if places is None else places
             found = faults(leaf.shape, leaf.spec, leaf.sizes, leaf.annotation_names, places)
         for fault in found:
@@ -77,7 +79,7 @@ def _findings(
             yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
     yield from replication.of_the_rest()
     for pattern, nearest in layout.dead_patterns:
-        hint = f"the nearest path is {nearest}" if nearest else "drop it"
+        hint = f"the closest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
     yield from _unused_axes(layout)
 
@@ -94,11 +96,11 @@ def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:
         if opinion.spec is not None and not opinion.refines:
             clashes = opinion.clashes
     if clashes:
-        told = ", ".join(f"{pattern!r} says {show_spec(spec)}" for pattern, spec in clashes)
+        specs = ", ".join(f"{pattern!r} says {show_spec(spec)}" for pattern, spec in clashes)
         yield make_finding(
             "SW108",
             leaf.path,
-            f"{len(clashes)} patterns match and disagree: {told}",
+            f"{len(clashes)} patterns match and disagree: {specs}",
             "make them disjoint, or put the exception into a later rule: "
             "[{general patterns}, {exceptions}]",
             context,
@@ -118,8 +120,8 @@ def _stack_lost(leaf: Leaf, context: str) -> Iterator[Finding]:
             "SW110",
             leaf.path,
             f"the annotation has {len(leaf.names)} entries for {leaf.ndim} dims: "
-            f"it lost the stacked {stack} and is off by {len(leaf.stacked)}",
-            "give nnx.vmap or nnx.scan transform_metadata={nnx.PARTITION_NAME: None}, "
+            f"it lacks the stacked {stack} and is off by {len(leaf.stacked)}",
+            "pass transform_metadata={nnx.PARTITION_NAME: None} to nnx.vmap or nnx.scan, "
             f"or annotate {show_spec(P(*entries))}",
             context,
         )
@@ -131,7 +133,7 @@ def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
     matched = kernel_dims[len(kernel_dims) - len(bias_dims) :]
     if not bias_dims or [kernel.shape[d] for d in matched] != [bias.shape[d] for d in bias_dims]:
         return
-    # What FSDP stores in parts is gathered before use and need not match.
+    # Dims that FSDP splits are gathered before use and need not match.
     used = [_used(kernel, d) for d in matched]
     have = [_used(bias, d) for d in bias_dims]
     if used != have:
@@ -141,9 +143,9 @@ def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
         yield make_finding(
             "SW106",
             bias.path,
-            f"it is {show_spec(bias.spec)}, but is added to the output of {kernel.path}, which is "
-            + (f"split {show_spec(make_spec(used))}" if any(used) else "whole"),
-            f"give it {show_spec(make_spec(wanted))}",
+            f"its spec is {show_spec(bias.spec)}, but it is added to the output of {kernel.path}, "
+            f"which is " + (f"split {show_spec(make_spec(used))}" if any(used) else "not split"),
+            f"use {show_spec(make_spec(wanted))}",
             f"kernel shape {kernel.shape} spec {show_spec(kernel.spec)}  "
             f"bias shape {bias.shape} spec {show_spec(bias.spec)}  mesh {mesh}",
         )
@@ -164,7 +166,7 @@ def _unused_axes(layout: Layout) -> Iterator[Finding]:
             yield make_finding(
                 "SW111",
                 axis,
-                f"axis {axis!r} of size {size} splits no leaf: every leaf has {size} copies along it",
-                "give it a rule, or fold it into another axis",
+                f"no leaf is split over axis {axis!r} of size {size}: each has {size} copies along it",
+                "add a rule that uses it, or merge it into another axis",
                 f"mesh {show_mesh(layout.mesh)}",
             )

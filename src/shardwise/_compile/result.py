@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._base import show_bytes, show_devices, show_flops, text_table, write_atomically
+from .._base import public, show_bytes, show_devices, show_flops, text_table, write_atomically
 from .._check import Findings
 from .._layout import Layout
 from .hlo import Buffer, Collective, by_axis
@@ -78,6 +78,7 @@ class Memory:
         return tuple(part for part in known if part.bytes)
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A step, compiled by the chips' own compiler. Returned by `sw.compile`.

@@ -1,0 +1,49 @@
+"""Which files are `once` and which are `fast`; pyproject.toml says what the marks mean."""
+
+# Compilers that run as programs, processes and signals, the browser, the site, the terminal: their
+# tests do not depend on the version of Python, JAX or Flax. Each file with those of its tests that
+# run on every Python all the same, so that nothing is seen on one alone.
+ONCE = {
+    "base/test_ending.py": ("test_closed_streams",),
+    "base/test_files.py": ("test_a_saved_file_can_be_printed",),
+    "base/test_terminal.py": (
+        "test_json_is_as_its_schema_says",
+        "test_jax_is_not_imported_before_it_is_needed",
+        "test_version",
+    ),
+    "cli/test_compile_cli.py": (
+        "test_what_fits_has_status_0_as_text_as_json_and_saved",
+        "test_plan_compiles_too",
+        "test_doctor",
+    ),
+    "compile/test_absent.py": (
+        "test_fsdp_gathers_kernels_and_scatters_gradients",
+        "test_fields_that_a_version_does_not_know_are_left_out",
+        "test_programs_partitioned_by_python_functions",
+    ),
+    "compile/test_compile_cache.py": ("test_a_damaged_entry_is_not_read_and_is_replaced",),
+    "learn/test_exercises.py": ("test_a_right_solution_passes", "test_a_lesson_passes"),
+    "learn/test_learn.py": ("test_blocks_print_what_they_show[training]",),
+    "package/test_docs.py": ("test_blocks_print_what_they_show[index]",),
+    # `.ci/run` installs the package and runs `shardwise demo`, as the README says, on the other one.
+    "package/test_wheel.py": (),
+    "processes/test_launch.py": (
+        "test_sums_are_those_of_one_process",
+        "test_one_process_starts_nothing",
+        "test_an_environment_that_makes_no_sense",
+    ),
+    "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
+    "report/test_report.py": ("test_the_command",),
+}
+
+FAST = ()
+
+
+def marks_of(path, name):
+    """Returns the marks of a test, of a file below `tests/` and with its parameters in its name."""
+    found = []
+    if path in ONCE and not {name, name.partition("[")[0]} & {*ONCE[path]}:
+        found.append("once")
+    if path in FAST:
+        found.append("fast")
+    return found
