@@ -431,7 +431,7 @@ def test_collectives_by_axis_by_line_and_each(compiled, open_page):
 
 def test_what_is_not_compiled_says_so(open_page):
     with open_page(lay().report()) as page:
-        assert "Nothing was compiled" in page.inner_text("#traffic")
+        assert "Not compiled" in page.inner_text("#traffic")
 
 
 # --- two side by side -----------------------------------------------------------------------------
@@ -640,9 +640,12 @@ def test_errors_are_drawn_and_told(run, tmp_path):
         (("nothing.json", "-o", "a.html"), "nothing.json"),
         (
             ("lay.json", "--mesh", "data=4", "-o", "a.html"),
-            "--mesh is not for lay.json: a saved file is drawn as it is",
+            "--mesh does not apply to lay.json: a saved file is drawn as it is",
         ),
-        (("lay.json", "--compile", "-o", "a.html"), "--compile is not for lay.json: a saved file"),
+        (
+            ("lay.json", "--compile", "-o", "a.html"),
+            "--compile does not apply to lay.json: a saved file",
+        ),
         ((DECODER, "--mesh", "data=8", "--against", "other.json", "-o", "a.html"), "other.json"),
     ],
     ids=[

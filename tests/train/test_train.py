@@ -377,7 +377,7 @@ BATCHES = {
     ),
     "both": (
         {"x": ((8, WIDTH), "int32"), "y": (ROWS, 4)},
-        "the batch is not the recipe's: batch['x'] is int32[8, 16], wanted float32[16, 16] (cast "
+        "the batch does not match the recipe: batch['x'] is int32[8, 16], wanted float32[16, 16] (cast "
         "it: .astype('float32')); batch['y'] is float32[16, 4], wanted float32[16, 16]",
     ),
     "no-array": ({"y": "text"}, "batch['y'] is a str, wanted float32[16, 16]"),

@@ -42,10 +42,10 @@ class Work:
     """The floating-point operations of one device in a step.
 
     Attributes:
-        flops: two for each product of dots and convolutions, in loops as often as these run;
-            attention kernels by what they declare, or by their shapes.
-        not_counted: the kernels that may multiply but do not say how much, each with how often
-            a step runs it; and loops that do not say how often they run.
+        flops: two per multiply-add of matrix products and convolutions, times the trip counts of
+            loops; attention kernels count what they declare, or what their shapes imply.
+        not_counted: kernels with an unknown number of flops, each with how many times a step runs
+            it; and loops of unknown length.
     """
 
     flops: int
@@ -96,7 +96,7 @@ def _name(instruction: Instruction) -> str:
 def bytes_accessed(module: Module) -> int:
     """Returns the bytes that one device reads and writes in main memory in a step.
 
-    What a fusion keeps within itself does not count; what is read by several counts for each.
+    Values inside a fusion do not count; a value counts once for each instruction that reads it.
     """
     total = 0
     for computation, times, fused in module.runs():
