@@ -333,7 +333,7 @@ def test_what_cannot_run_is_one_sentence(run, case):
     ("allow", "message"),
     [
         ("SW105", "--allow 'SW105': write CODE:PATTERN, such as SW105:embed.**"),
-        ("SW999:**", "--allow names 'SW999', which is no code: "),
+        ("SW999:**", "--allow names 'SW999', an unknown code: "),
     ],
 )
 def test_wrong_allowances(run, allow, message):
