@@ -317,17 +317,17 @@ POSITIVE = {
     "SW302": (
         lambda: compiled(lambda: Calling(ordered), "data=8", "dp", (2048, 64)),
         line(ordered, 2),
-        "f32[2048,128] holds the whole batch on every device: 1.0 MiB, which would be 128.0 KiB "
+        "f32[2048,128] holds the global batch on every device: 1.0 MiB, or 128.0 KiB if "
         "split 8 ways over 'data'",
-        "constrain it there: jax.lax.with_sharding_constraint(x, P('data', …)); or, in the models "
-        "of shardwise.models, name its dims",
+        "constrain it there: jax.lax.with_sharding_constraint(x, P('data', …)); in models of "
+        "shardwise.models, name its dims instead",
     ),
     "SW303": (
         lambda: compiled(lambda: Calling(moved), "x=2,y=4", sw.replicate(), (16, 64, 64)),
         line(moved, 2),
-        "the compiler makes an array whole on every device, of which each had f32[8,64,32], to go "
+        "the compiler replicates an array whose shard is f32[8,64,32] to reshard it "
         "from P('x', None, 'y') to P(None, ('y', 'x'))",
-        "go in steps that each move one axis, by a constraint between the two; or keep one spec",
+        "move one axis at a time, with a constraint in between, or keep one spec",
     ),
     "SW304": (
         lambda: trained(linear(64, 128), "data=2,model=4", {"kernel": ROW}),

@@ -248,9 +248,11 @@ def test_doctor(run):
     status, out, err = run("doctor")
     assert (status or 0, err) == (0, "")
     versions, tested, devices, tpu, gpu, cudnn = out.splitlines()
-    assert re.fullmatch(r"tested with jax .*, flax .*, .*: those here are among them", tested)
+    assert re.fullmatch(
+        r"tested with jax .*, flax .*, .*; the installed ones are among these", tested
+    )
     assert re.match(r"Python 3\.\d+\.\d+, shardwise \S+, jax \S+, jaxlib ", versions)
-    assert devices == "devices here: 1 x cpu"
+    assert devices == "devices: 1 x cpu"
     assert re.fullmatch(r"TPU compiler \(v4, .*\): yes, libtpu \S+", tpu)
     assert re.fullmatch(r"GPU compiler \(a100, .*\): yes, jax-cuda1\d-plugin .*", gpu)
     assert cudnn.startswith("cuDNN, for its attention on absent GPUs: ")

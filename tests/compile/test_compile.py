@@ -233,7 +233,7 @@ def test_a_whole_batch_on_every_device_is_found():
 
     compiled = sw.compile(recipe(loss=whole_loss), layout_of("data=8", "dp"))
     found = [finding for finding in compiled.findings if finding.code == "SW302"]
-    assert any(f"f32[4096,{HIDDEN}] holds the whole batch" in f.message for f in found)
+    assert any(f"f32[4096,{HIDDEN}] holds the global batch" in f.message for f in found)
     assert "test_compile.py:" in found[0].path
     clean = sw.compile(recipe(), layout_of("data=8", "dp"))
     assert not [finding for finding in clean.findings if finding.code == "SW302"]
@@ -269,11 +269,11 @@ def test_both_specs_of_an_activation_are_named(layers):
     layout = sw.layout(lambda: Torn(layers), sw.mesh("data=2,model=4"), {"up.*": P(None, "model")})
     inputs = jax.ShapeDtypeStruct((16, 32, 64), "float32")
     found = sw.compile(lambda: Torn(layers), layout, inputs=inputs).findings
-    (torn,) = [f for f in found if "made as P('data', None, 'model')" in f.message]
+    (torn,) = [f for f in found if "produced as P('data', None, 'model')" in f.message]
     assert torn.code == "SW304" and torn.path.endswith(line_of(Torn.__call__, 3))
     assert f"{layers} all-to-all over 'model'" in torn.message
-    assert "an array of [16, 32, 64]" in torn.message
-    assert torn.message.endswith("wanted as P('data', 'model')")
+    assert "an array of shape [16, 32, 64]" in torn.message
+    assert torn.message.endswith("used as P('data', 'model')")
 
 
 def line_of(function, after):
@@ -302,12 +302,12 @@ def test_saved_and_compared(tmp_path):
     ("text", "told"),
     [
         ("", "it is empty"),
-        ("{", "it is not JSON, or cut short"),
-        ("[]", "it holds a list, and not an object"),
+        ("{", "it is not JSON, or is truncated"),
+        ("[]", "it contains a list instead of an object"),
         ("{}", "it has no 'format'"),
-        ('{"format": 99}', "it is of format 99, this version reads 2"),
+        ('{"format": 99}', "it has format 99, but this version reads 2"),
         ('{"format": 1, "target": "cpu"}', "it has no 'memory'"),
-        ('{"format": 1, "mesh": {}, "leaves": []}', "it is a layout, which sw.load_layout reads"),
+        ('{"format": 1, "mesh": {}, "leaves": []}', "it is a layout, for sw.load_layout"),
     ],
 )
 def test_a_file_of_something_else(tmp_path, text, told):
@@ -333,13 +333,13 @@ def _memory_as(value):
         (_without("mesh"), "it has no 'mesh'"),
         (_memory_as("4"), "'peak' of memory is '4'"),
         (_memory_as(4), "it is damaged: its numbers do not agree"),
-        (lambda saved: saved.update(memory=[]), "its 'memory' is a list, and not an object"),
+        (lambda saved: saved.update(memory=[]), "its 'memory' is a list instead of an object"),
         (lambda saved: saved.update(collectives=[]), "its 'by_axis' does not agree"),
         (lambda saved: saved.update(collectives=None), "its 'by_axis' does not agree"),
         (lambda saved: saved.update(flops=None), "its 'by_axis' does not agree"),
         (lambda saved: saved["collectives"][0].pop("times"), "collectives[0] has no 'times'"),
         (lambda saved: saved["collectives"][0].update(source=1), "source' is a int"),
-        (lambda saved: saved["buffers"].append(3), "is a int, and not an object"),
+        (lambda saved: saved["buffers"].append(3), "is a int instead of an object"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, told):
@@ -352,7 +352,7 @@ def test_a_damaged_file_is_refused(tmp_path, change, told):
         sw.load_compiled(path)
     assert str(error.value).startswith(f"{path} is not a saved compilation: ")
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(ValueError, match="it is not JSON, or cut short"):
+    with pytest.raises(ValueError, match="it is not JSON, or is truncated"):
         sw.load_compiled(path)
 
 
@@ -366,7 +366,7 @@ def test_what_is_not_known_is_not_nothing(tmp_path):
         full, memory=None, collectives=(), buffers=(), flops=None, bytes_accessed=None, hlo=""
     )
     assert bare.fits is None and not bare.has_program
-    assert bare.verdict.startswith("of unknown size on each of 8 devices of cpu")
+    assert bare.verdict.startswith("needs unknown memory on each of 8 devices of cpu")
     assert "collectives, flops and memory traffic unknown: there is no program" in str(bare)
     shown = bare.to_dict()
     assert [shown[n] for n in ("collectives", "by_axis", "flops", "bytes_accessed")] == [None] * 4
@@ -396,7 +396,7 @@ def test_flops_that_are_not_counted_are_named():
     assert f"flops not counted: {name}" in str(compiled)
     with pytest.raises(AssertionError, match=f"cannot be confirmed: {re.escape(name)}"):
         sw.assert_budget(compiled, flops=10**15)
-    with pytest.raises(AssertionError, match="its budget is 1 FLOP: "):
+    with pytest.raises(AssertionError, match="over its budget of 1 FLOP by "):
         sw.assert_budget(compiled, flops=1)
 
 
@@ -460,9 +460,9 @@ def test_a_layout_that_is_none():
 
 def test_inputs_belong_to_models():
     planned = layout_of("data=8", "dp")
-    with pytest.raises(ValueError, match="compiled with inputs="):
+    with pytest.raises(ValueError, match="compiling a model needs inputs="):
         sw.compile(make, planned)
-    with pytest.raises(ValueError, match="a recipe has its batch"):
+    with pytest.raises(ValueError, match="a recipe has its own batch"):
         sw.compile(recipe(), planned, inputs=jnp.ones((8, WIDTH)))
 
 

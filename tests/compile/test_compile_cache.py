@@ -200,7 +200,7 @@ def test_a_cache_that_cannot_be_written_is_mentioned_once(tmp_path, monkeypatch,
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "file"))
     assert compile_small(show=True).hlo and compile_small(show=True).hlo
     assert capsys.readouterr().err == (
-        f"note: compilations are not kept, since {tmp_path / 'file'} cannot be written: "
+        f"note: compilations are not cached because {tmp_path / 'file'} cannot be written: "
         f"File exists (SHARDWISE_CACHE names another folder)\n"
     )
 

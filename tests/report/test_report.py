@@ -176,7 +176,7 @@ def test_a_capacity_is_a_line_and_what_is_over_it_is_told(open_page):
         assert page.locator(".verdict.bad").count() == 1
         bar, limit = (page.locator(x).bounding_box() for x in (".memory .piece", ".memory .limit"))
         assert abs((limit["x"] - bar["x"]) / bar["width"] - 79.2 / 128) < 0.01
-        assert "whole on every device" in page.inner_text(".legend")
+        assert "replicated" in page.inner_text(".legend")
 
 
 def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
@@ -193,7 +193,7 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
         assert "and 3 more like it, up to blocks.3.up.kernel" in text
         page.click("#findings .link >> nth=0")
         assert page.inner_text("#leaf-title") == first.path
-        assert "cannot be cut so" in page.inner_text("#leaf")
+        assert "cannot be split this way" in page.inner_text("#leaf")
         assert page.locator(".verdict.bad").count() == 1
         picture(page, "findings")
 
@@ -269,7 +269,7 @@ def test_the_map_has_areas_by_bytes_and_shows_what_is_chosen(open_page):
         label = page.get_attribute("#model canvas", "aria-label")
         whole = [leaf for leaf in layout.leaves if leaf.copies == 8]
         assert (
-            f"whole on every device: {shown(sum(x.shard_bytes for x in whole))} in {len(whole)} leaves"
+            f"replicated: {shown(sum(x.shard_bytes for x in whole))} in {len(whole)} leaves"
             in label
         )
         # By keys: the largest first.
@@ -358,7 +358,7 @@ def test_each_device_s_slice_is_jax_s(path, open_page):
         assert held == real_slices(leaf, layout.mesh)[5]
         assert page.locator("#leaf .device.mate").count() == leaf.copies
         page.locator("#leaf .part").last.click()
-        assert f"part {parts} of {parts}" in page.inner_text("#cut-told")
+        assert f"shard {parts} of {parts}" in page.inner_text("#cut-told")
 
 
 def test_512_devices(open_page):
@@ -431,7 +431,7 @@ def test_collectives_by_axis_by_line_and_each(compiled, open_page):
 
 def test_what_is_not_compiled_says_so(open_page):
     with open_page(lay().report()) as page:
-        assert "Nothing was compiled" in page.inner_text("#traffic")
+        assert "Not compiled" in page.inner_text("#traffic")
 
 
 # --- two side by side -----------------------------------------------------------------------------
@@ -640,9 +640,12 @@ def test_errors_are_drawn_and_told(run, tmp_path):
         (("nothing.json", "-o", "a.html"), "nothing.json"),
         (
             ("lay.json", "--mesh", "data=4", "-o", "a.html"),
-            "--mesh is not for lay.json: a saved file is drawn as it is",
+            "--mesh does not apply to lay.json: a saved file is drawn as it is",
         ),
-        (("lay.json", "--compile", "-o", "a.html"), "--compile is not for lay.json: a saved file"),
+        (
+            ("lay.json", "--compile", "-o", "a.html"),
+            "--compile does not apply to lay.json: a saved file",
+        ),
         ((DECODER, "--mesh", "data=8", "--against", "other.json", "-o", "a.html"), "other.json"),
     ],
     ids=[

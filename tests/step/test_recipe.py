@@ -401,8 +401,8 @@ LOSSES = {
     "nothing": (lambda m, b: None, "returned a NoneType"),
     "integer": (lambda m, b: jnp.sum(b["x"] > 0), "int32"),
     "three": (lambda m, b: (loss(m, b), {}, 1), "must return a scalar, or a scalar and a dict"),
-    "list": (lambda m, b: (loss(m, b), [1]), "returned as metrics a list: return a dict of names"),
-    "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned as metrics one named 'loss'"),
+    "list": (lambda m, b: (loss(m, b), [1]), "returned a list as metrics: return a dict of names"),
+    "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned one named 'loss' as metrics"),
 }
 
 
@@ -482,7 +482,7 @@ STEPS_REFUSED = {
     ),
     "parts": (
         {"accumulate": 4, "batch_spec": P(("data", "model"))},
-        "accumulate=4 cuts batch['x'] into parts of 4 samples, which cannot be split 8 ways over data+model: make the batch a multiple of 32",
+        "accumulate=4 splits batch['x'] into microbatches of 4 samples, which cannot be split 8 ways over data+model: make the batch a multiple of 32",
     ),
 }
 

@@ -249,7 +249,7 @@ def test_data_of_64_bits_feeds_a_recipe_of_64_bits():
 def test_a_batch_of_another_container_is_told_apart():
     pair = (np.ones(8, "int32"), np.ones(8, "int32"))
     step = sw.train_step(recipe(pair), place()[0])
-    with pytest.raises(ValueError, match="another structure") as caught:
+    with pytest.raises(ValueError, match="different structure") as caught:
         step(None, list(pair))
     got, wanted = str(caught.value).split("got ")[1].split(", wanted ")
     assert got != wanted

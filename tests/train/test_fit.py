@@ -339,7 +339,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
         ({"data": 5}, "the data is a int: give sw.data(…), or an iterable of batches"),
         (
             {"data": [BATCH[:8]]},
-            "the batch is not the recipe's: batch is float32[8, 8], wanted float32[16, 8]",
+            "the batch does not match the recipe: batch is float32[8, 8], wanted float32[16, 8]",
         ),
         (
             {"data": [BATCH] * 3},

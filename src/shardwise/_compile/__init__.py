@@ -1,4 +1,4 @@
-"""The step, compiled by the real compilers, and what they say of it."""
+"""The step, compiled by the real compilers, and what they report about it."""
 
 from .budget import BudgetExceeded as BudgetExceeded
 from .budget import assert_budget as assert_budget

@@ -1,4 +1,4 @@
-"""Budgets for users' own tests: what a step may cost, and which line made it cost more."""
+"""Budgets for users' own tests: what a step may cost, and which line makes it cost more."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def assert_budget(
     collective_bytes: Mapping[str, int] | None = None,
     flops: int | None = None,
 ) -> None:
-    """Raises an AssertionError that says what costs more than it may, and which line made it.
+    """Raises an AssertionError if a step costs more than its budget, naming the lines responsible.
 
     Args:
-        compiled: from `sw.compile`.
-        peak_bytes: the most that a device may need.
-        temporaries_bytes: the most that it may need beside its arguments.
-        collectives: how many of each kind a step may run over each axis, such as
-            `{"model": {"all-reduce": 2}}`; over an axis that is named, what is not named is
-            not allowed. Several axes at once are written `"data,model"`.
-        collective_bytes: the most that a device may send over each axis in a step.
-        flops: the most that a device may do in a step.
+        compiled: the result of `sw.compile`.
+        peak_bytes: the maximum memory that a device may need.
+        temporaries_bytes: the maximum memory of the temporaries.
+        collectives: how many collectives of each kind a step may run over each axis, such as
+            `{"model": {"all-reduce": 2}}`; kinds that are not listed for an axis are not allowed
+            over it. Several axes at once are written `"data,model"`.
+        collective_bytes: the maximum bytes that a device may send over each axis in a step.
+        flops: the maximum flops of a device in a step.
 
     Raises:
-        BudgetExceeded: every number that is exceeded is named, and so is one that is not known.
+        BudgetExceeded: a number is over budget or unknown; the message names every such number.
         ValueError: the budget names an axis that the mesh does not have.
 
     Example:
@@ -51,7 +51,7 @@ def assert_budget(
         >>> sw.assert_budget(compiled, peak_bytes=100_000, collectives={"data": {"all-reduce": 1}})
         >>> sw.assert_budget(compiled, flops=1000)
         Traceback (most recent call last):
-        shardwise.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), its budget is 1 kFLOP: 64,536 too many
+        shardwise.BudgetExceeded: a device does 65.5 kFLOP in a step (compiled), over its budget of 1 kFLOP by 64,536
     """
     wrong = [*_memory(compiled, peak_bytes, temporaries_bytes)]
     found = compiled.by_axis
@@ -69,14 +69,14 @@ def assert_budget(
                 rows = [r for r in compiled.collectives if ",".join(r.axes) == axes]
                 causes = _causes([r for r in rows if r.kind == kind])
                 wrong.append(
-                    f"the step runs {count} {kind} over {axes!r}, its budget is {allowed}: {causes}"
+                    f"the step runs {count} {kind} over {axes!r}, over its budget of {allowed}: {causes}"
                 )
     for axes, allowed in (collective_bytes or {}).items():
         sent = sum(size for _, size in found.get(axes, {}).values())
         if sent > allowed:
             rows = [r for r in compiled.collectives if ",".join(r.axes) == axes]
             wrong.append(
-                f"a device sends {show_bytes(sent)} over {axes!r} in a step, its budget is "
+                f"a device sends {show_bytes(sent)} over {axes!r} in a step, over its budget of "
                 f"{show_bytes(allowed)}: {_causes(rows)}"
             )
     wrong += _unknown(compiled, collectives, collective_bytes)
@@ -90,7 +90,7 @@ def _unknown(compiled: Compiled, *budgets: Mapping[str, Any] | None) -> list[str
         return []
     return [
         "the collectives of the step are unknown, so their budget cannot be confirmed: "
-        + (f"there is no program, and {compiled.verdict}")
+        f"there is no program, and {compiled.verdict}"
     ]
 
 
@@ -99,18 +99,18 @@ def _flops(compiled: Compiled, most: int | None) -> list[str]:
         return []
     if compiled.flops is None:
         return [
-            f"the flops of the step are unknown, so their budget of {show_flops(most)} cannot be confirmed: "
+            f"the flops of the step are unknown, so the budget of {show_flops(most)} cannot be confirmed: "
             f"there is no program, and {compiled.verdict}"
         ]
     if compiled.flops > most:
         return [
-            f"a device does {show_flops(compiled.flops)} in a step (compiled), its budget is "
-            f"{show_flops(most)}: {compiled.flops - most:,.0f} too many"
+            f"a device does {show_flops(compiled.flops)} in a step (compiled), over its budget of "
+            f"{show_flops(most)} by {compiled.flops - most:,.0f}"
         ]
     if compiled.not_counted:
         return [
-            f"a device does {show_flops(compiled.flops)} in a step (compiled) and more that are not "
-            f"counted, so their budget of {show_flops(most)} cannot be confirmed: "
+            f"a device does {show_flops(compiled.flops)} in a step (compiled), and some kernels are "
+            f"not counted, so the budget of {show_flops(most)} cannot be confirmed: "
             f"{show_not_counted(compiled.not_counted)}"
         ]
     return []
@@ -123,27 +123,27 @@ def _memory(compiled: Compiled, peak: int | None, temporaries: int | None) -> li
     if memory is None:
         return [compiled.verdict]
     wrong = []
-    made = "; ".join(str(row) for row in compiled.buffers[:3] if row.shape != OTHER)
-    largest = f"; largest temporaries: {made}" if made else ""
+    buffers = "; ".join(str(row) for row in compiled.buffers[:3] if row.shape != OTHER)
+    largest = f"; largest temporaries: {buffers}" if buffers else ""
     if peak is not None and memory.peak > peak:
         wrong.append(
-            f"the step needs {show_bytes(memory.peak)} on each device (compiled), its budget is "
+            f"the step needs {show_bytes(memory.peak)} on each device (compiled), over its budget of "
             f"{show_bytes(peak)}{largest}"
         )
     if temporaries is not None and memory.temporaries > temporaries:
         wrong.append(
-            f"the step needs {show_bytes(memory.temporaries)} of temporaries (compiled), their "
-            f"budget is {show_bytes(temporaries)}{largest}"
+            f"the step needs {show_bytes(memory.temporaries)} of temporaries (compiled), over their "
+            f"budget of {show_bytes(temporaries)}{largest}"
         )
     return wrong
 
 
 def _causes(rows: list[Collective]) -> str:
     ordered = sorted(rows, key=lambda row: -row.total_bytes)
-    told = [
+    causes = [
         f"{row.times} of {row.shape} from {row.source}{' (backward)' if row.source.backward else ''}"
         for row in ordered
     ]
-    told = list(dict.fromkeys(told))
-    more = f"; and {len(told) - 6} more" if len(told) > 6 else ""
-    return "; ".join(told[:6]) + more
+    causes = list(dict.fromkeys(causes))
+    more = f"; and {len(causes) - 6} more" if len(causes) > 6 else ""
+    return "; ".join(causes[:6]) + more

@@ -1,4 +1,4 @@
-"""Two layouts, or two compilations, compared: what moved, and what it costs."""
+"""Compares two layouts, or two compilations: what changed, and what it costs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .result import Compiled
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledDiff:
-    """What differs between two compilations. It is true when anything does.
+    """The differences between two compilations. It is true if there are any.
 
     Attributes:
-        chips: both, with their meshes.
-        memory: for each number of `Compiled.memory` that differs, before and after; None where
-            it is not known.
+        chips: the chips of both, with their meshes.
+        memory: each number of `Compiled.memory` that differs, before and after; None if unknown.
         added: collectives that only the new one has, each with how many more a step runs.
         removed: collectives that only the old one has.
-        flops: before and after; None where they are not known.
-        findings: codes and paths that are new, and that are gone.
+        flops: before and after; None if unknown.
+        findings: codes and paths that are new, and those that are gone.
     """
 
     chips: tuple[str, str]
@@ -35,7 +34,7 @@ class CompiledDiff:
     findings: tuple[tuple[str, ...], tuple[str, ...]]
 
     def __bool__(self) -> bool:
-        """Says whether anything differs."""
+        """Returns whether anything differs."""
         other = self.chips[0] != self.chips[1] or self.flops[0] != self.flops[1]
         return bool(other or self.memory or self.added or self.removed or any(self.findings))
 
@@ -71,7 +70,7 @@ def diff(old: Layout, new: Layout) -> LayoutDiff: ...
 def diff(old: Compiled, new: Compiled) -> CompiledDiff: ...
 @public
 def diff(old: Any, new: Any) -> LayoutDiff | CompiledDiff:
-    """Returns what differs between two layouts, or between two compilations.
+    """Returns the differences between two layouts, or between two compilations.
 
     Example:
         >>> import shardwise as sw
@@ -123,7 +122,7 @@ def _where(compiled: Compiled) -> str:
 
 
 def _counted(compiled: Compiled) -> Counter[Collective]:
-    """Returns how often a step runs each collective, alike ones together."""
+    """Returns how many times a step runs each collective, counting identical ones together."""
     found: Counter[Collective] = Counter()
     for row in compiled.collectives:
         found[dataclasses.replace(row, times=1)] += row.times

@@ -1,4 +1,4 @@
-"""Compiles a recipe's step, or a model's forward pass, for devices that are here or are not."""
+"""Compiles a recipe's step, or a model's forward pass, for present or absent devices."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ def compile(
     method: Method = None,
     show: bool = True,
 ) -> Compiled:
-    """Returns what the real compiler of the layout's devices makes of a training step.
+    """Returns a training step, compiled by the real compiler of the layout's devices.
 
-    The step is that of `sw.train_step`. Devices that are not here, as in
-    `sw.mesh(…, on="v5p:4x8x8")` and `on="h100:8x8"`, need their compiler (`shardwise[tpu]`,
-    `shardwise[gpu]`) but no accelerator; such compilations are kept on disk.
+    The step is the one of `sw.train_step`. Absent devices, as in `sw.mesh(…, on="v5p:4x8x8")` and
+    `on="h100:8x8"`, need their compiler (`shardwise[tpu]`, `shardwise[gpu]`) but no accelerator;
+    their compilations are cached on disk.
 
     Args:
-        recipe: the recipe; or a model, or the function that makes it, for the forward pass alone,
-            in evaluation mode.
+        recipe: the recipe; or a model, or a function that builds it, to compile only the forward
+            pass in evaluation mode.
         layout: its layout.
-        inputs: for a model: what it is called with, as `sw.layout` takes it; dim 0 of each array
-            is split over the data axes.
-        method: for a model: what is called with `inputs`, as `sw.layout` takes it.
-        show: whether to say on the terminal that a compiler is at work.
+        inputs: for a model: the arguments of its call, in the form `sw.layout` takes; dim 0 of each
+            array is split over the data axes.
+        method: for a model: the method to call with `inputs`, in the form `sw.layout` takes.
+        show: whether to show on the terminal that a compiler is running.
 
     Raises:
         LayoutError: the layout has errors; nothing was compiled.
         ValueError: the mesh has no devices to compile for, the compiler is not installed, the
-            topology is none, or the loss cannot be traced.
+            topology does not exist, or the loss cannot be traced.
 
     Example:
         >>> import jax, optax, shardwise as sw
@@ -82,9 +82,9 @@ def compile(
             f"on='v5p:4x8x8', on='h100:8x8' or on='cpu:8'"
         )
     if isinstance(recipe, Recipe) and inputs is not None:
-        raise ValueError("inputs are for a model alone: a recipe has its batch")
+        raise ValueError("inputs= is only for a model: a recipe has its own batch")
     if isinstance(recipe, Recipe) and method is not None:
-        raise ValueError("method is for a model alone: a recipe has its loss")
+        raise ValueError("method= is only for a model: a recipe has its own loss")
     job = job_of(recipe, layout, inputs, method)
     try:
         program = _compiled(job, mesh, show)
@@ -99,7 +99,7 @@ def compile(
         program = dataclasses.replace(
             program, hlo=hlo, alive=None, noise=f"{program.noise}\n{noise}"
         )
-    return _told(job, program, mesh)
+    return _result(job, program, mesh)
 
 
 class _NeedsDevices(Exception):
@@ -125,7 +125,7 @@ def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Pr
 def _lowered(job: Job, chips: Chips | None) -> Any:
     platforms = {"gpu": "cuda", "tpu": "tpu"}
     platform = platforms[chips.platform] if chips is not None else "cpu"
-    start_backends()  # quietly; what the user's code prints while it is traced is the user's
+    start_backends()  # quietly, but what the user's code prints during tracing is kept
     stepped = traced(job)
     try:
         return stepped.lower(lowering_platforms=(platform,))
@@ -145,10 +145,10 @@ def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:
 def _structure(
     recipe: Any, layout: Layout, inputs: Any, method: Method, show: bool
 ) -> tuple[str, str]:
-    """Returns the step's HLO for CPU devices, which have no limit, and what was printed of it.
+    """Returns the step's HLO for CPU devices, which have no memory limit, and what was printed.
 
-    Where the compiler of the chips only says that the step does not fit, this says why: it is
-    partitioned alike.
+    If the compiler of the chips only says that the step does not fit, this shows why: it is
+    partitioned in the same way.
     """
     mesh = layout.mesh
     bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
@@ -165,13 +165,13 @@ def _structure(
 
 
 def _without_callers(text: str) -> str:
-    """Returns StableHLO's text without the lines from which the step was asked for.
+    """Returns StableHLO's text without the locations of the code that called `compile`.
 
-    The same step, asked for from another line, is the same program.
+    The same step, compiled from another line, is the same program.
     """
     defined = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, re.M))
     begins = tuple(f'"{edge}"' for edge in EDGES)
-    edges = {name for name, told in defined.items() if told.startswith(begins)}
+    edges = {name for name, location in defined.items() if location.startswith(begins)}
     calls = [re.fullmatch(r"callsite\((#loc\d*) at (#loc\d*)\)", t) for t in defined.values()]
     outside = {call[2] for call in calls if call is not None and call[1] in edges}
     todo = list(outside)
@@ -184,7 +184,7 @@ def _without_callers(text: str) -> str:
     return "\n".join(kept)
 
 
-def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
+def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     chips = chips_of(mesh)
     if chips is not None:
         where, platform = str(chips), chips.platform
@@ -204,7 +204,7 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     total = memory.temporaries if memory else None
     buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
     work = work_of(module) if module else None
-    made = Compiled(
+    compiled = Compiled(
         chips=where,
         platform=platform,
         mesh=dict(mesh.shape),
@@ -225,18 +225,19 @@ def _told(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     facts = Facts(
         job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, chips)
     )
-    return dataclasses.replace(made, findings=Findings(tuple(compile_findings(made, facts))))
+    findings = Findings(tuple(compile_findings(compiled, facts)))
+    return dataclasses.replace(compiled, findings=findings)
 
 
 def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | None:
-    """Returns what a compiler says of memory where it refuses a program, as far as it says it."""
+    """Returns the memory that a compiler reports when it rejects a program, if it reports any."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    told = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", refused)
+    needed = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", refused)
     used = re.search(r"Used ([\d.]+)([KMGT]) of", refused)
     state = job.parameters_bytes + job.optimizer_bytes
     arguments = state + job.batch_bytes
-    if told is not None:
-        temporaries = int(float(told[1]) * units[told[2]])
+    if needed is not None:
+        temporaries = int(float(needed[1]) * units[needed[2]])
     elif used is not None:
         temporaries = max(0, int(float(used[1]) * units[used[2]]) - arguments)
     else:
@@ -260,9 +261,9 @@ def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platfo
     aliased = stats["alias_size_in_bytes"]
     temporaries = stats["temp_size_in_bytes"]
     if target_platform == "tpu":
-        # Its own peak, and the code that lies beside it; older versions say 0 for temporaries.
-        whole = stats.get("peak_memory_in_bytes", 0) + stats.get("generated_code_size_in_bytes", 0)
-        temporaries = max(temporaries, whole - arguments - outputs + aliased)
+        # The reported peak plus the program's code; older versions report 0 for temporaries.
+        total = stats.get("peak_memory_in_bytes", 0) + stats.get("generated_code_size_in_bytes", 0)
+        temporaries = max(temporaries, total - arguments - outputs + aliased)
     return Memory(
         arguments=arguments,
         outputs=outputs,

@@ -30,18 +30,18 @@ from .hlo import (
 )
 from .result import Compiled
 
-# What a program moves by its own will, as against what the compiler had to insert.
+# Collectives that the program calls itself, as opposed to those the compiler inserts.
 _ASKED_FOR = (
     "ppermute", "all_to_all", "all_gather", "psum", "psum_scatter", "pshuffle", "ragged_all_to_all",
     "psum_invariant", "all_gather_invariant", "reduce_scatter", "pbroadcast", "collective_permute",
 )  # fmt: skip
-_SHARE = 0.02  # of the peak: what is smaller is not worth a word
+_SHARE = 0.02  # of the peak: anything smaller is not reported
 _MOST = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a compiled step beside what the compiler said."""
+    """What is known about a compiled step besides the compiler's report."""
 
     layout: Layout
     batch: Any
@@ -53,28 +53,28 @@ class Facts:
 
 def compile_findings(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     """Yields what is wrong or suspicious in a compiled step."""
-    whole = list(_replicated_activations(compiled, facts))
+    replicated = list(_replicated_activations(compiled, facts))
     if compiled.fits is False:
-        yield _does_not_fit(compiled, facts, whole)
-    yield from whole
-    told: set[str] = set()
-    yield from _rematerialised(compiled, facts, told)
-    yield from (finding for finding in _resharded(compiled, facts) if finding.path not in told)
+        yield _does_not_fit(compiled, facts, replicated)
+    yield from replicated
+    reported: set[str] = set()
+    yield from _rematerialised(compiled, facts, reported)
+    yield from (finding for finding in _resharded(compiled, facts) if finding.path not in reported)
 
 
-def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Finding:
+def _does_not_fit(compiled: Compiled, facts: Facts, replicated: list[Finding]) -> Finding:
     memory, advice = compiled.memory, []
     if memory is None:
         message = " ".join(compiled.refused.split())[:400]
     else:
         over = -(compiled.spare_bytes or 0)
-        told = ", ".join(f"{part.name} {show_bytes(part.bytes)}" for part in memory.parts)
+        parts = ", ".join(f"{part.name} {show_bytes(part.bytes)}" for part in memory.parts)
         message = (
             f"the step needs {show_bytes(memory.peak)} on each device, "
             f"{show_bytes(over) + ' more than' if over > 0 else 'of'} the "
-            f"{show_bytes(memory.capacity or 0)} that {compiled.chips.partition(':')[0]} has: {told}"
+            f"{show_bytes(memory.capacity or 0)} that {compiled.chips.partition(':')[0]} has: {parts}"
         )
-        advice = list(_advice(compiled, facts, whole))
+        advice = list(_advice(compiled, facts, replicated))
     causes = "; ".join(
         str(row)
         for row in compiled.buffers[:3]
@@ -89,27 +89,27 @@ def _does_not_fit(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Fin
     )
 
 
-def _advice(compiled: Compiled, facts: Facts, whole: list[Finding]) -> Iterator[str]:
+def _advice(compiled: Compiled, facts: Facts, replicated: list[Finding]) -> Iterator[str]:
     memory = compiled.memory
     assert memory is not None
     capacity = memory.capacity or 0
-    if whole:
-        yield f"keep the batch split at {whole[0].path} (SW302), by a sharding constraint there"
+    if replicated:
+        yield f"keep the batch split at {replicated[0].path} (SW302), with a sharding constraint there"
     state = memory.parameters + memory.optimizer
-    held = sum(leaf.shard_bytes for leaf in facts.layout.leaves) * facts.layout.mesh.size
-    copies = held / max(1, facts.layout.total_bytes)
+    resident = sum(leaf.shard_bytes for leaf in facts.layout.leaves) * facts.layout.mesh.size
+    copies = resident / max(1, facts.layout.total_bytes)
     if state > 0.5 * capacity or (copies > 1.5 and state > 0.2 * capacity):
         if copies > 1.5:
             yield f"shard the state further: {copies:.1f} devices hold each byte of it (sw.fsdp)"
         else:
-            yield "use more devices: the state is split over all of them already"
+            yield "use more devices: the state is already split over all of them"
     if memory.temporaries > 0.3 * capacity:
         yield "keep less for the backward pass (Recipe(remat=…))"
-        yield f"cut the batch into parts (Recipe(accumulate={2 * facts.accumulate}))"
+        yield f"split the batch into microbatches (Recipe(accumulate={2 * facts.accumulate}))"
 
 
 def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
-    """Yields temporaries that hold the whole global batch although a data axis exists."""
+    """Yields temporaries that hold the global batch although there is a data axis."""
     spans = list(_batch_spans(facts))
     if facts.module is None or compiled.memory is None or not spans:
         return
@@ -134,22 +134,22 @@ def _replicated_activations(compiled: Compiled, facts: Facts) -> Iterator[Findin
         yield make_finding(
             "SW302",
             str(source),
-            f"{shape} holds the whole batch on every device: {show_bytes(size)}, which would be "
-            f"{show_bytes(size // ways)} split {ways} ways over {names}",
-            f"constrain it there: jax.lax.with_sharding_constraint(x, P({entry}, …)); or, "
-            f"in the models of shardwise.models, name its dims",
+            f"{shape} holds the global batch on every device: {show_bytes(size)}, or "
+            f"{show_bytes(size // ways)} if split {ways} ways over {names}",
+            f"constrain it there: jax.lax.with_sharding_constraint(x, P({entry}, …)); in models of "
+            f"shardwise.models, name its dims instead",
         )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """The sizes by which a whole batch is known in a shape: its rows, and what follows them."""
+    """The sizes that identify a global batch in a shape: its rows and its columns."""
 
     rows: int
     columns: int | None
     axes: tuple[str, ...]
     ways: int
-    sizes: frozenset[int]  # of the model's leaves, whole and in shards
+    sizes: frozenset[int]  # of the dims of the model's leaves and of their shards
 
     def in_whole(self, dims: tuple[int, ...]) -> bool:
         if len(dims) < 2:
@@ -157,14 +157,15 @@ class _Span:
         if self.columns is None:
             if self.rows in self.sizes or self.rows not in dims[:2]:
                 return False
-            # Behind a part of the batch, its number is another's; and the axes may split another dim.
+            # After a dim of one shard of the batch, a dim of `rows` is something else; and the axes
+            # may split another dim.
             others = [d for d in dims if d != self.rows and d not in self.sizes]
             split = any(d * self.ways in self.sizes for d in others)
             return not split and (dims[0] == self.rows or dims[0] != self.rows // self.ways)
         features = [d for d in dims if d in self.sizes and d not in (self.rows, self.columns)]
         if not features:
-            return False  # scores of a few sequences, say: their heads may look like rows
-        # One column fewer where the loss predicts the next token.
+            return False  # attention scores, for example, whose heads may look like rows
+        # There is one column fewer if the loss predicts the next token.
         return any(
             (self.rows, columns) in zip(dims, dims[1:], strict=False)
             or (self.rows * columns in dims and self.rows * columns not in self.sizes)
@@ -179,7 +180,7 @@ def _batch_spans(facts: Facts) -> Iterator[_Span]:
     for leaf in (leaf for leaf in jax.tree.leaves(facts.batch) if leaf.shape):
         axes = tuple(a for a in padded(leaf.sharding.spec, len(leaf.shape))[0] if mesh.shape[a] > 1)
         if not axes:
-            # The batch itself is not split: an axis by whose name it should be is one too many.
+            # The batch itself is not split, although these axes should split it by their names.
             axes = tuple(a for a in data_axes(facts.layout) if mesh.shape[a] > 1)
         rows = leaf.shape[0] // facts.accumulate
         if not axes or rows < 2:
@@ -208,33 +209,33 @@ _INVOLUNTARY = re.compile(
 
 
 def _rematerialised(compiled: Compiled, facts: Facts, places: set[str]) -> Iterator[Finding]:
-    """Yields XLA's own warnings that it made an array whole; adds the places to `places`."""
+    """Yields XLA's own warnings that it replicated an array; adds their places to `places`."""
     module = facts.module or Module("", {}, {})
     seen = set()
     for line in compiled.noise.splitlines():
-        told = _INVOLUNTARY.search(line)
-        # What the partitioner only tries, to see what it would cost, is a fake in its own words.
-        if told is None or told[3].startswith("%fake_"):
+        warning = _INVOLUNTARY.search(line)
+        # The partitioner marks operations that it only tries, to estimate their cost, as fake.
+        if warning is None or warning[3].startswith("%fake_"):
             continue
-        before, after = (_spec_of(text, compiled.mesh) for text in told.groups()[:2])
-        shapes = tuple(parse_shapes(told[3].partition("(")[0]))
-        source = source_of(module, Instruction("", "", shapes, (), "", told[3]), facts.paths)
+        before, after = (_spec_of(text, compiled.mesh) for text in warning.groups()[:2])
+        shapes = tuple(parse_shapes(warning[3].partition("(")[0]))
+        source = source_of(module, Instruction("", "", shapes, (), "", warning[3]), facts.paths)
         places.add(str(source))
         if (str(source), before, after) in seen or (source.backward and (after, before) in seen):
-            continue  # the backward pass goes the same way back
+            continue  # the backward pass takes the same way back
         seen |= {(str(source), before, after), (before, after)}
-        part = f", of which each had {shapes[0]}," if shapes else ""
+        part = f" whose shard is {shapes[0]}" if shapes else ""
         yield make_finding(
             "SW303",
             str(source),
-            f"the compiler makes an array whole on every device{part} to go from {before} to {after}",
-            "go in steps that each move one axis, by a constraint between the two; or keep one spec",
-            f"at {source.op}{' of the backward pass' if source.backward else ''}",
+            f"the compiler replicates an array{part} to reshard it from {before} to {after}",
+            "move one axis at a time, with a constraint in between, or keep one spec",
+            f"at {source.op}{' in the backward pass' if source.backward else ''}",
         )
 
 
 def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
-    """Returns what XLA calls `{devices=[2,1,4]<=[8]}` as a spec, or as it is where it is none."""
+    """Returns XLA's `{devices=[2,1,4]<=[8]}` as a spec, or unchanged if it is not one."""
     named = re.fullmatch(r"\{mesh\[[^\]]*\], \[([^:]*?)\].*\}", sharding)
     tiled = re.fullmatch(r"\{devices=\[([\d,]+)\](<=\S+?)( last_tile_dim_replicate)?\}", sharding)
     if named:
@@ -268,9 +269,9 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             continue
         leaf = leaves.get(row.source.leaf)
         moved = row.kind in ("all-to-all", "collective-permute")
-        # FSDP gathers what it stores in parts: that is its work, and no mismatch.
-        used_whole = row.kind == "all-gather" and not set(row.axes) <= gathered
-        if moved or (used_whole and (leaf is not None or row.source.op == "sharding_constraint")):
+        # FSDP gathers the shards it stores: that is intended, not a mismatch.
+        unsharded = row.kind == "all-gather" and not set(row.axes) <= gathered
+        if moved or (unsharded and (leaf is not None or row.source.op == "sharding_constraint")):
             rows.setdefault((row.kind, str(row.source), row.axes), []).append(row)
     ordered = sorted(rows.items(), key=lambda item: -sum(row.total_bytes for row in item[1]))
     for (kind, place, axes), found in ordered[:_MOST]:
@@ -289,7 +290,7 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             path, help_text = leaf.path, f"store it as {used}, or use it split over {over}"
         else:
             path, mismatch = place, _mismatch(largest, facts)
-            help_text = "give both the same spec: drop the constraint there, or move it"
+            help_text = "give both the same spec: remove the constraint there, or move it"
         yield make_finding(
             "SW304",
             path,
@@ -300,19 +301,19 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
 
 
 def _mismatch(row: Collective, facts: Facts) -> str:
-    """Returns both specs, of what was made and of what is wanted at the collective's line."""
+    """Returns the spec an array has and the one it needs at the collective's line, as text."""
     axes = set(row.axes)
     found = []
     for one in facts.reshards():
         before, after = ({a for dim in split for a in dim} for split in (one.before, one.after))
-        # An axis that changes dims is on both sides, one that is gathered on the first alone.
+        # An axis that moves to another dim is on both sides, a gathered one only on the first.
         moved = axes <= before and (row.kind == "all-gather" or axes <= after)
         if one.place == row.source.place and moved:
             found.append(one)
     if not found:
-        return f"what made {row.shape} and what uses it are split differently"
+        return f"{row.shape} is produced with one sharding and used with another"
     most = max(found, key=lambda one: math.prod(one.shape))
     return (
-        f"an array of {list(most.shape)} is made as {show_spec(make_spec(most.before))} and wanted as "
-        f"{show_spec(make_spec(most.after))}"
+        f"an array of shape {list(most.shape)} is produced as {show_spec(make_spec(most.before))} and "
+        f"used as {show_spec(make_spec(most.after))}"
     )

@@ -38,7 +38,7 @@ def job_of(recipe: Any, layout: Layout, inputs: Any, method: Method = None) -> J
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """What is compiled: a jitted function with its abstract arguments, and what is known of it."""
+    """What is compiled: a jitted function with its abstract arguments, and facts about it."""
 
     jitted: Any
     arguments: tuple[Any, ...]
@@ -81,13 +81,13 @@ class Forward:
         placed: Any,
         function: Callable[..., Any],
     ):
-        """Keeps what the call needs; makes nothing."""
+        """Stores what the call needs."""
         self.function = function
         self.layout, self.graphdef, self.args = layout, graphdef, args
         self.given, self.placed = given, placed
 
     def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
-        """Returns what the model returns."""
+        """Returns the model's outputs."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
             arrays = gathered(arrays, self.layout)
             flat = [arrays[leaf.path] for leaf in self.layout.leaves]
@@ -103,15 +103,15 @@ class Forward:
 def _forward_job(model: Any, layout: Layout, inputs: Any, method: Method) -> Job:
     if inputs is None:
         raise ValueError(
-            "a model is compiled with inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
-            "or give a Recipe, for a training step"
+            "compiling a model needs inputs=, such as jax.ShapeDtypeStruct((8, 128), 'int32'); "
+            "or give a Recipe to compile a training step"
         )
     check(layout).raise_if_errors()
     abstract = abstract_model(model, layout.mesh)
     own = matched(layout, abstract.state)
     flat, treedef = jax.tree.flatten(call_arguments(inputs))
     placed = [_placed(x, own) for x in flat if _is_array(x)]
-    # What is no array, such as train=True, is given as it is.
+    # Arguments that are not arrays, such as train=True, are passed unchanged.
     given = [None if _is_array(x) else x for x in flat]
     arrays = {
         leaf.path: jax.ShapeDtypeStruct(
@@ -140,7 +140,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _placed(x: Any, layout: Layout) -> Any:
-    """Returns an input with its sharding: the one that it has, or dim 0 over the data axes."""
+    """Returns an input with its sharding: its own if it has one, else dim 0 over the data axes."""
     axes = data_axes(layout)
     ways = math.prod(layout.mesh.shape[axis] for axis in axes)
     given = getattr(getattr(x, "sharding", None), "spec", None)
@@ -178,8 +178,8 @@ def traced(job: Job) -> Any:
 def user_traceback(error: BaseException) -> str:
     """Returns a traceback cut to the user's own frames."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    told = traceback.format_list(frames) + traceback.format_exception_only(error)
-    lines = "".join(told).rstrip().splitlines()
+    parts = traceback.format_list(frames) + traceback.format_exception_only(error)
+    lines = "".join(parts).rstrip().splitlines()
     text = "\n".join(line for line in lines if line.strip(" ^~"))
-    # JAX appends where its own frames can be found; they are not the user's.
+    # JAX appends a note on where to find its own frames, which are not the user's.
     return text.partition("\n--------------------")[0]

@@ -1,4 +1,4 @@
-"""What is known of a layout before anything runs: findings, memory in parts, and whether it fits."""
+"""What is known about a layout before anything runs: findings, memory, and whether it fits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .result import Compiled, Part
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One layout, with what was compiled of it, if anything was.
+    """A layout, with its compilation if there is one.
 
     Attributes:
-        layout: the layout; None for a compilation that was read from a file.
-        compiled: its compilation.
-        optimizer_bytes: on one device (exact); None where no optimizer is known.
-        batch_bytes: alike.
+        layout: the layout; None for a compilation read from a file.
+        compiled: its compilation, or None.
+        optimizer_bytes: bytes of optimizer state on one device (exact); None if unknown.
+        batch_bytes: bytes of the batch on one device (exact); None if unknown.
         problem: why the recipe's step cannot run on this layout though the layout has no errors,
             such as a batch that the mesh does not divide; or nothing.
     """
@@ -37,12 +37,12 @@ class Plan:
 
     @functools.cached_property
     def findings(self) -> Findings:
-        """What is wrong with the layout itself."""
+        """The findings of the layout itself."""
         return check(self.layout) if self.layout is not None else Findings(())
 
     @functools.cached_property
     def all_findings(self) -> Findings:
-        """And with what was compiled."""
+        """The findings of the layout and of its compilation."""
         more = self.compiled.findings if self.compiled is not None else ()
         return Findings((*self.findings, *more), self.findings.allowed)
 
@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def chips(self) -> str:
-        """The devices, or nothing where none are meant."""
+        """The chips or devices, or an empty string if there are none."""
         if self.compiled is not None:
             return self.compiled.chips
         chips = self._chips()
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def capacity(self) -> int | None:
-        """What a device has, where that is known."""
+        """The memory of a device in bytes, or None if unknown."""
         if self.compiled is not None:
             return self.compiled.memory.capacity if self.compiled.memory is not None else None
         chips = self._chips()
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The memory of one device, in parts; without a compilation, what shapes alone say."""
+        """The memory of one device, in parts; without a compilation, only what shapes determine."""
         if self.compiled is not None:
             return self.compiled.memory.parts if self.compiled.memory is not None else ()
         assert self.layout is not None
@@ -85,20 +85,20 @@ class Plan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None where that is not known without compiling."""
+        """Whether it fits; None if only compiling can tell."""
         if self.compiled is not None:
             return self.compiled.fits
-        over = self.capacity is not None and self._held > self.capacity
+        over = self.capacity is not None and self._resident_bytes > self.capacity
         return False if over else None
 
     @property
     def usable(self) -> bool:
-        """Whether it has no errors, and is not known not to fit or to run."""
+        """Whether it has no errors, the step can run, and it may fit."""
         return not self.findings.errors and not self.problem and self.fits is not False
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, or what it needs, in a sentence."""
+        """Whether it fits, or what it needs, in one sentence."""
         if self.compiled is not None:
             return self.compiled.verdict
         layout, findings = self.layout, self.findings
@@ -108,22 +108,22 @@ class Plan:
         if self.problem:
             return f"cannot run: {self.problem}"
         where = show_devices(layout.mesh.size)
-        held = f"{where} holds {show_bytes(layout.bytes_per_device)} of {show_bytes(layout.total_bytes)} (exact)"
+        resident = f"{where} holds {show_bytes(layout.bytes_per_device)} of {show_bytes(layout.total_bytes)} (exact)"
         if layout.mesh.size > 1 and layout.bytes_per_device == layout.total_bytes:
-            held += ": no leaf is split"
-        if self._held > layout.bytes_per_device:
-            held += f", with optimizer and batch {show_bytes(self._held)}"
+            resident += ": no leaf is split"
+        if self._resident_bytes > layout.bytes_per_device:
+            resident += f", with optimizer and batch {show_bytes(self._resident_bytes)}"
         chips = self._chips()
         if chips is None:
-            return f"{findings.summary}: {held}"
+            return f"{findings.summary}: {resident}"
         has = f"{chips.chip.name} has {show_bytes(chips.chip.capacity_bytes)}"
         if self.fits is False:
-            less = show_bytes(self._held - chips.chip.capacity_bytes)
-            return f"does not fit: {held}; {has}, {less} too much"
-        return f"{findings.summary}: {held}; {has}"
+            over = show_bytes(self._resident_bytes - chips.chip.capacity_bytes)
+            return f"does not fit: {resident}; {has}, {over} too much"
+        return f"{findings.summary}: {resident}; {has}"
 
     @property
-    def _held(self) -> int:
+    def _resident_bytes(self) -> int:
         return sum(part.bytes for part in self.parts)
 
     def _chips(self) -> Any:
@@ -131,7 +131,7 @@ class Plan:
 
 
 def plan_of(found: Any, layout: Layout) -> Plan:
-    """Returns what is known of a layout; of a recipe, with its optimizer's and its batch's bytes."""
+    """Returns the plan of a layout; for a recipe, with the bytes of its optimizer state and batch."""
     bare = Plan(layout)
     if not isinstance(found, Recipe) or bare.findings.errors:
         return bare

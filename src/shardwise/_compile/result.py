@@ -1,4 +1,4 @@
-"""What a compiler said of a step: memory, a verdict, collectives with their causes."""
+"""What a compiler reports about a step: memory, a verdict, collectives with their causes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .._report import Report
 
 FORMAT = 2
-# Unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+# JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION.
 _GPU_SHARE = 0.75
 
 
@@ -28,8 +28,8 @@ class Part:
 
     Attributes:
         name: what it is.
-        bytes: how large.
-        label: how that is known: `exact` or `compiled`.
+        bytes: its size.
+        label: how the size is known: `exact` or `compiled`.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one device.
+    """The memory of one device, in bytes.
 
     Attributes:
-        arguments: what the step is given (compiled).
-        outputs: what it returns (compiled).
-        temporaries: what it needs in between, and on a TPU its code (compiled).
-        aliased: outputs that take the place of arguments (compiled).
+        arguments: the arguments of the step (compiled).
+        outputs: its outputs (compiled).
+        temporaries: its temporaries, and on a TPU its code (compiled).
+        aliased: outputs that reuse the memory of arguments (compiled).
         peak: arguments + outputs - aliased + temporaries (compiled).
-        capacity: what a program can use of a device, or None where that is not known.
-        parameters: the model's part of the arguments (exact).
-        optimizer: the optimizer's, and a moving average's (exact).
-        batch: the batch's (exact).
+        capacity: what a program can use on one device, or None if unknown.
+        parameters: the model's share of the arguments (exact).
+        optimizer: the share of the optimizer state, including a moving average (exact).
+        batch: the batch's share (exact).
     """
 
     arguments: int
@@ -72,7 +72,7 @@ class Memory:
             Part("batch", self.batch, "exact"),
             Part("temporaries", self.temporaries, "compiled"),
         ]
-        # Outputs that take no argument's place, and the padding of small arrays on a TPU.
+        # Outputs that do not reuse an argument's memory, and the padding of small arrays on a TPU.
         rest = self.peak - sum(part.bytes for part in known)
         known.append(Part("outputs and padding", max(0, rest), "compiled"))
         return tuple(part for part in known if part.bytes)
@@ -81,27 +81,28 @@ class Memory:
 @public
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A step as the chips' own compiler made it. Made by `sw.compile`.
+    """A step, compiled by the chips' own compiler. Returned by `sw.compile`.
 
     Attributes:
-        chips: the devices: `v5p:4x8x8`, or what JAX calls those that are here.
-        platform: what they are: `tpu`, `gpu` or `cpu`.
+        chips: the chips, such as `v5p:4x8x8`, or JAX's name for the devices present.
+        platform: their platform: `tpu`, `gpu` or `cpu`.
         mesh: the sizes of the mesh's axes by name.
-        memory: the bytes of one device; None if the compiler gave up without saying.
-        refused: why the compiler will not run it, in its own words, or nothing.
+        memory: the memory of one device; None if the compiler failed without reporting it.
+        refused: why the compiler rejected the program, in its own words, or empty.
         collectives: each with its axes, bytes, times and cause (compiled; bytes modelled).
-        buffers: the largest temporaries alive at the peak, and last what is in no other row; the
-            label of each says whether it is the compiler's own account, or modelled.
-        flops: that one device does in a step (compiled); None where there is no program.
-        bytes_accessed: in its main memory in a step (compiled); None where there is no program.
+        buffers: the largest temporaries alive at the peak, with everything else in the last row;
+            labelled `compiled` or `modelled`.
+        flops: floating-point operations of one device in a step (compiled); None without a
+            program.
+        bytes_accessed: memory traffic of one device in a step (compiled); None without a program.
         findings: what only a compilation can show: SW301 to SW304.
-        not_counted: the kernels whose flops are not known, hence not in `flops`: their names,
-            and how often a step runs each.
+        not_counted: the kernels whose flops are unknown and therefore not in `flops`, by name,
+            with how many times a step runs each.
         noise: what the compiler printed.
-        seconds: how long it took.
-        cached: whether it had been compiled before.
+        seconds: how long the compiler took.
+        cached: whether the result came from the cache.
         hlo: the optimised program; not saved.
-        layout: what was compiled; not saved.
+        layout: the layout that was compiled; not saved.
     """
 
     chips: str
@@ -123,29 +124,29 @@ class Compiled:
 
     @property
     def has_program(self) -> bool:
-        """Whether a program was seen; without one, an empty `collectives` says nothing."""
+        """Whether there is a program; without one, an empty `collectives` means nothing."""
         return self.flops is not None
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into a device's memory; None where its size is not known."""
+        """Whether it fits into a device's memory; None if its capacity is unknown."""
         if self.refused:
             return False
         if self.memory is None or self.memory.capacity is None:
             return None
-        # The TPU's compiler would have refused it, and it alone knows what it can pack.
+        # The TPU compiler rejects what does not fit, and only it knows what it can pack.
         return self.platform == "tpu" or self.memory.peak <= self.memory.capacity
 
     @property
     def spare_bytes(self) -> int | None:
-        """How much of a device's memory is left; negative where it does not fit."""
+        """How much of a device's memory is left; negative if it does not fit."""
         if self.memory is None or self.memory.capacity is None:
             return None
         return self.memory.capacity - self.memory.peak
 
     @property
     def by_axis(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """For each axis and each kind of collective its count and its bytes in a step."""
+        """The count and the bytes of each kind of collective in a step, by axis."""
         return by_axis(self.collectives)
 
     @property
@@ -155,7 +156,7 @@ class Compiled:
         if self.memory is None and self.refused:
             return f"does not fit on {where}: {_one_line(self.refused)}"
         if self.memory is None:
-            return f"of unknown size on {where}: the compiler does not say how much memory it needs"
+            return f"needs unknown memory on {where}: the compiler does not report it"
         peak = show_bytes(self.memory.peak)
         if self.memory.capacity is None:
             return f"needs {peak} on {where} (compiled)"
@@ -172,7 +173,7 @@ class Compiled:
         ):
             share = min(0.98, self.memory.peak / self.memory.capacity + 0.02)
             text += (
-                f"\nJAX takes {_GPU_SHARE:.0%} of a GPU's memory: set "
+                f"\nby default JAX uses {_GPU_SHARE:.0%} of a GPU's memory: set "
                 f"XLA_PYTHON_CLIENT_MEM_FRACTION={share:.2f} or more"
             )
         return text
@@ -183,18 +184,18 @@ class Compiled:
 
     @property
     def note(self) -> str:
-        """What causes and collectives are of, where they are not of the program itself."""
+        """Which program causes and collectives come from, if not the one of the chips."""
         if not (self.refused and self.hlo):
             return ""
         return (
-            "The compiler gives no program that does not fit: causes and collectives below are of "
-            "the same\nstep compiled for as many CPU devices, which is split alike but widens "
-            "bfloat16 and has plain attention."
+            "The compiler returns no program if it does not fit: causes and collectives below come "
+            "from the same\nstep compiled for as many CPU devices, which is partitioned in the same "
+            "way but widens bfloat16 and\nuses plain attention."
         )
 
     @property
     def details(self) -> str:
-        """What stands under the verdict: memory, collectives by axis, and findings."""
+        """The text below the verdict: memory, collectives by axis, and findings."""
         parts = []
         if self.note:
             parts.append(self.note)
@@ -218,7 +219,7 @@ class Compiled:
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as plain data, which `shardwise compile --format json` prints."""
+        """Returns the plain data that `shardwise compile --format json` prints."""
         return {
             "format": FORMAT,
             "chips": self.chips,
@@ -254,7 +255,7 @@ class Compiled:
         """Returns one HTML page: the verdict, memory, the model, the mesh, and collectives.
 
         Args:
-            against: another compilation, or a layout, to stand beside it.
+            against: another compilation, or a layout, to draw next to it.
 
         Example:
             >>> import jax, shardwise as sw
@@ -270,12 +271,12 @@ class Compiled:
         return report_of(self, against)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes it to a file, which `sw.load_compiled` reads, to compare with later ones."""
+        """Writes a file for `sw.load_compiled`, to compare with later compilations."""
         write_atomically(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
 
 def show_not_counted(kernels: Mapping[str, int]) -> str:
-    """Returns the kernels that flops leave out, each with how often it runs."""
+    """Returns the kernels that `flops` leaves out, each with how many times it runs."""
     return ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in kernels.items())
 
 
@@ -289,7 +290,7 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
         ("optimizer", show_bytes(memory.optimizer), "exact"),
         ("batch", show_bytes(memory.batch), "exact"),
         ("arguments", show_bytes(memory.arguments), "compiled"),
-        ("outputs beyond them", show_bytes(memory.outputs - memory.aliased), "compiled"),
+        ("other outputs", show_bytes(memory.outputs - memory.aliased), "compiled"),
         ("temporaries", show_bytes(memory.temporaries), "compiled"),
         ("peak", show_bytes(memory.peak), "compiled"),
     ]
@@ -322,10 +323,9 @@ def _show_collectives(compiled: Compiled) -> str:
     blocks = []
     for axes, kinds in compiled.by_axis.items():
         total = sum(sent for _, sent in kinds.values())
-        told = ", ".join(f"{count} {kind}" for kind, (count, _) in kinds.items())
-        head = (
-            f"over {axes or 'no axis'}: {told}; {show_bytes(total)} sent by each device (modelled)"
-        )
+        counts = ", ".join(f"{count} {kind}" for kind, (count, _) in kinds.items())
+        sent_by_each = f"{show_bytes(total)} sent by each device (modelled)"
+        head = f"over {axes or 'no axis'}: {counts}; {sent_by_each}"
         rows = {}
         for row in compiled.collectives:
             if ",".join(row.axes) != axes:

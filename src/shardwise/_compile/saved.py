@@ -1,4 +1,4 @@
-"""Reads a saved compilation, and refuses one that is damaged or something else."""
+"""Reads a saved compilation, and rejects damaged or foreign files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RENAMED = {"target": "chips"}
 
 @public
 def load_compiled(path: str | os.PathLike[str]) -> Compiled:
-    """Returns what `Compiled.save` wrote, without the program itself.
+    """Returns the compilation that `Compiled.save` wrote, without its program.
 
     Raises:
-        ValueError: the file is something else, or damaged.
+        ValueError: the file is damaged, or not a saved compilation.
 
     Example:
         >>> import tempfile, jax, shardwise as sw
@@ -46,7 +46,7 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        why = "it is empty" if not text.strip() else f"it is not JSON, or cut short ({error})"
+        why = "it is empty" if not text.strip() else f"it is not JSON, or is truncated ({error})"
         raise ValueError(f"{name} is not a saved compilation: {why}") from error
     try:
         return _compiled(found)
@@ -59,13 +59,13 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
 
 def _compiled(found: Any) -> Compiled:
     if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, and not an object")
+        raise ValueError(f"it contains a {type(found).__name__} instead of an object")
     if "leaves" in found and "memory" not in found:
-        raise ValueError("it is a layout, which sw.load_layout reads")
+        raise ValueError("it is a layout, for sw.load_layout")
     if found.get("format") == 1:
         found = _upgraded(found)
     if found.get("format", FORMAT) != FORMAT:
-        raise ValueError(f"it is of format {found['format']!r}, this version reads {FORMAT}")
+        raise ValueError(f"it has format {found['format']!r}, but this version reads {FORMAT}")
     _require(found, ("format", "memory", "collectives", "buffers", "findings"), "it")
     seen = found["collectives"] is not None
     fields = {
@@ -77,18 +77,18 @@ def _compiled(found: Any) -> Compiled:
         "not_counted": found.get("not_counted", {}),
     }
     made = _made(Compiled, fields, "it")
-    # What follows from the rest is written too: where the two differ, something was changed.
+    # Derived fields are saved too: if they disagree with the rest, the file was changed.
     again = json.loads(json.dumps(made.to_dict()))
     for name in ("fits", "spare_bytes", "by_axis"):
         if found.get(name) != again[name]:
-            raise ValueError(f"it is damaged: its {name!r} does not agree with the rest of it")
+            raise ValueError(f"it is damaged: its {name!r} does not agree with its other fields")
     if made.has_program != seen or (made.memory and not _adds_up(made.memory)):
         raise ValueError("it is damaged: its numbers do not agree with each other")
     return made
 
 
 def _upgraded(found: dict[str, Any]) -> dict[str, Any]:
-    """Returns what version 0.1 saved under the names of today."""
+    """Returns what version 0.1 saved, with the current field names."""
     found = {_RENAMED.get(name, name): value for name, value in found.items()}
     rows = found.get("collectives")
     if isinstance(rows, list):
@@ -108,14 +108,14 @@ def _adds_up(memory: Memory) -> bool:
 
 def _rows(kind: type[T], rows: Any, name: str) -> tuple[T, ...]:
     if not isinstance(rows, list):
-        raise ValueError(f"its {name!r} is a {type(rows).__name__}, and not a list")
+        raise ValueError(f"its {name!r} is a {type(rows).__name__} instead of a list")
     return tuple(_made(kind, row, f"{name}[{i}]") for i, row in enumerate(rows))
 
 
 def _made(kind: type[T], row: Any, where: str) -> T:
-    """Returns a dataclass of the fields in `row`, each of which must be of its type."""
+    """Returns a dataclass with the fields in `row`, each of which must have its declared type."""
     if not isinstance(row, dict):
-        raise ValueError(f"its {where!r} is a {type(row).__name__}, and not an object")
+        raise ValueError(f"its {where!r} is a {type(row).__name__} instead of an object")
     hints = typing.get_type_hints(kind, localns={"Layout": object})
     fields = {}
     for field in dataclasses.fields(typing.cast(Any, kind)):

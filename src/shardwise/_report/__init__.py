@@ -1,4 +1,4 @@
-"""One HTML page that shows it all."""
+"""A layout and its compilation as one HTML page."""
 
 from .report import Report as Report
 from .report import report_of as report_of

@@ -1,4 +1,4 @@
-"""What the report's page is given: a layout and its compilation as plain, small data."""
+"""The data of the report's page: a layout and its compilation as small, plain data."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .._nnx import Leaf
 
 
 def plan_data(name: str, plan: Plan) -> dict[str, Any]:
-    """Returns what the page shows of one plan, as JSON can hold it."""
+    """Returns what the page shows of one plan, as data for JSON."""
     found = plan.all_findings
     state = "bad" if not plan.usable else "warn" if found else "good"
-    # The compiler's verdict says nothing of them.
-    told = f"; {found.summary}" if plan.compiled is not None and found else ""
+    # The compiler's verdict does not mention findings.
+    summary = f"; {found.summary}" if plan.compiled is not None and found else ""
     return {
         "name": name,
         "mesh": [[axis, size] for axis, size in plan.mesh.items()],
         "chips": plan.chips,
-        "verdict": {"state": state, "text": plan.verdict + told},
+        "verdict": {"state": state, "text": plan.verdict + summary},
         "memory": {
             "parts": [dataclasses.astuple(part) for part in plan.parts],
             "capacity": plan.capacity,
@@ -44,7 +44,7 @@ def _finding_row(group: list[Finding]) -> dict[str, Any]:
 
 
 def _leaves(layout: Layout | None, axes: list[str]) -> dict[str, Any]:
-    """Returns the leaves as short rows; texts that many share are kept once, by number."""
+    """Returns the leaves as short rows; shared texts are stored once and referred to by number."""
     texts: dict[str, int] = {}
 
     def number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""One page that shows what is known of a layout and of its compilation, as a file or inline."""
+"""One page that shows a layout and its compilation, as a file or inline in a notebook."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .._layout import Layout
 from .._mesh import chips_of, show_mesh
 from .data import plan_data
 
-# In the order in which they are put together; each uses only those before it.
+# In the order in which they are concatenated; each uses only those before it.
 _STYLES = ("page.css",)
 _SCRIPTS = (
     "data.js", "lists.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "mesh.js", "memory.js",
     "traffic.js", "compare.js", "main.js",
 )  # fmt: skip
-# Nothing is loaded from anywhere, and the browser holds the page to it.
+# The page loads nothing, and the browser enforces it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _INLINE_HEIGHT = 720
 
@@ -29,12 +29,12 @@ _INLINE_HEIGHT = 720
 @public
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """One self-contained HTML page. Made by `layout.report()`, `compiled.report()`.
+    """One self-contained HTML page. Returned by `layout.report()` and `compiled.report()`.
 
-    In a notebook it shows itself.
+    A notebook displays it inline.
 
     Attributes:
-        title: what it is of.
+        title: what it shows.
         html: the page.
     """
 
@@ -46,11 +46,11 @@ class Report:
         write_atomically(path, self.html)
 
     def __repr__(self) -> str:
-        """Returns what it is of, and its size; the page itself is for a browser."""
+        """Returns its title and size; the page itself is for a browser."""
         return f"Report({self.title!r}, {len(self.html):,} characters: save(path) and open it)"
 
     def _repr_html_(self) -> str:
-        # A frame of its own: the page's styles stay off the notebook, and the notebook's off it.
+        # An iframe keeps the styles of the page and of the notebook apart.
         return (
             f'<iframe srcdoc="{html.escape(self.html)}" title="{html.escape(self.title)}" '
             f'style="width:100%;height:{_INLINE_HEIGHT}px;border:1px solid #8886"></iframe>'
@@ -58,7 +58,7 @@ class Report:
 
 
 def report_of(shown: Layout | Compiled, against: Layout | Compiled | None = None) -> Report:
-    """Returns the page of a layout or a compilation, alone or beside another one."""
+    """Returns the page of a layout or a compilation, alone or next to another one."""
     plans = []
     for one in [shown] if against is None else [shown, against]:
         if isinstance(one, Compiled):
@@ -79,14 +79,14 @@ def _name(one: Layout | Compiled) -> str:
 
 
 def report_of_plans(plans: Sequence[tuple[str, Plan]]) -> Report:
-    """Returns the page of one plan, or of two that are compared, each with its name."""
+    """Returns the page of one plan, or of two to compare, each with its name."""
     title = " against ".join(name for name, _ in plans)
     names = [name for name, _ in plans]
     if len(set(names)) < len(names):
         names = ["this", "the other"]
     found = [plan_data(name, plan) for name, (_, plan) in zip(names, plans, strict=True)]
     data = {"title": title, "version": metadata.version("shardwise"), "sides": found}
-    # Inside a script element only this could end it early.
+    # Only "<" could end the script element early.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(title),

@@ -1,4 +1,4 @@
-"""The one training step, for planning, compiling and running."""
+"""The one training step that is planned, compiled and run."""
 
 from .activations import named_activations as named_activations
 from .batch import data_axes as data_axes

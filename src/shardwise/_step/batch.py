@@ -1,4 +1,4 @@
-"""The batch: how it is split over the mesh, and whether a given one is the recipe's."""
+"""The batch: how it is split over the mesh, and whether a batch matches the recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .bounds import Bound
 
 
 def data_axes(layout: Layout) -> tuple[str, ...]:
-    """Returns the axes over which a batch is split: by their names, or since FSDP uses them."""
+    """Returns the axes that split a batch: those with a data axis's name, and those of FSDP."""
     gathered = frozenset[str]().union(*(leaf.gathered for leaf in layout.leaves))
     return tuple(axis for axis in layout.mesh.shape if axis in DATA_AXES or axis in gathered)
 
@@ -28,7 +28,7 @@ def batch_layout(recipe: Recipe, layout: Layout) -> Any:
     """Returns the recipe's batch with a sharding on each leaf.
 
     Raises:
-        ValueError: a leaf cannot be split so; its sizes and what would fit are named.
+        ValueError: a leaf cannot be split this way; the message has its sizes and what would fit.
     """
     treedef = jax.tree.structure(recipe.batch)
     specs = _specs(recipe, layout, treedef)
@@ -36,33 +36,33 @@ def batch_layout(recipe: Recipe, layout: Layout) -> Any:
     for (name, leaf), spec in zip(named_batch(recipe.batch), specs, strict=True):
         _require_fit(name, leaf, spec, recipe.accumulate, layout.mesh)
         sharding = NamedSharding(layout.mesh, spec)
-        # What JAX makes of 64 bits, unless they are enabled.
+        # JAX narrows 64-bit dtypes unless they are enabled.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding))
     return jax.tree.unflatten(treedef, found)
 
 
 def named_batch(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each leaf of a batch with the name that errors give it."""
+    """Yields each leaf of a batch with its name in error messages."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         yield f"batch{jax.tree_util.keystr(path)}", leaf
 
 
 def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None) -> None:
-    """Refuses a batch that is not the planned one; every wrong leaf is named.
+    """Rejects a batch that is not the planned one, naming every wrong leaf.
 
     Args:
         batch: the batch.
-        planned: what the recipe says, a pytree of shapes and dtypes.
-        local: the shapes of one process's part, where that will do too.
-        given: the recipe's own batch, whose 64 bits JAX makes 32.
+        planned: the recipe's batch, a pytree of shapes and dtypes.
+        local: the shapes of one process's part, if that is accepted too.
+        given: the recipe's batch before JAX narrows 64-bit dtypes.
     """
     if jax.tree.structure(batch) != jax.tree.structure(planned):
         got, wanted = (_names(tree) for tree in (batch, planned))
         if got == wanted:
             got, wanted = (shorten(str(jax.tree.structure(tree))) for tree in (batch, planned))
         raise ValueError(
-            f"the batch is of another structure than the recipe's: got {got}, wanted {wanted}"
+            f"the batch has a different structure from the recipe's: got {got}, wanted {wanted}"
         )
     wrong = []
     parts = jax.tree.leaves(local) if local is not None else [None] * len(jax.tree.leaves(planned))
@@ -84,22 +84,22 @@ def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None
             )
             wrong.append(f"{name} is {dtype}{list(shape)}, wanted {_show(want)}{also}{cast}")
     if wrong:
-        raise ValueError(f"the batch is not the recipe's: {'; '.join(wrong)}")
+        raise ValueError(f"the batch does not match the recipe: {'; '.join(wrong)}")
 
 
 def require_integers(
     batch: Any, planned: Any, bounds: Sequence[Bound], sample: Callable[[int], int]
 ) -> None:
-    """Refuses integers that the step would not see as they are.
+    """Rejects integers that the step would silently change or clip.
 
     Args:
-        batch: host arrays, in the structure of `planned`; dim 0 may be of some samples only.
-        planned: what the recipe says, with the dtypes that JAX makes of it.
+        batch: host arrays, in the structure of `planned`; dim 0 may have only some samples.
+        planned: the recipe's batch, with the dtypes that JAX uses.
         bounds: what the step's lookups allow.
-        sample: says which sample a row is.
+        sample: returns the number of the sample in a row.
 
     Raises:
-        ValueError: one does not fit its dtype, or the weight that it indexes has no such row.
+        ValueError: an integer does not fit its dtype, or the weight it indexes has no such row.
     """
     flat = list(named_batch(batch))
     for (name, x), want in zip(flat, jax.tree.leaves(planned), strict=True):
@@ -123,7 +123,7 @@ def require_integers(
 
 
 def _outside(x: np.ndarray, least: int, most: int) -> tuple[int, ...] | None:
-    """Returns the place of the first number that is out of range, if there is one."""
+    """Returns the index of the first number that is out of range, if there is one."""
     if not x.size or (int(x.min()) >= least and int(x.max()) <= most):
         return None
     first = int(np.argmax((x < least) | (x > most)))
@@ -176,7 +176,7 @@ def _require_fit(name: str, leaf: Any, spec: P, parts: int, mesh: AnyMesh) -> No
     ways = math.prod(mesh.shape[axis] for axis in axes)
     if parts > 1 and leaf.shape and (leaf.shape[0] // parts) % ways:
         raise ValueError(
-            f"accumulate={parts} cuts {name} into parts of {leaf.shape[0] // parts} samples, "
+            f"accumulate={parts} splits {name} into microbatches of {leaf.shape[0] // parts} samples, "
             f"which cannot be split {ways} ways over {'+'.join(axes)}: make the batch a multiple "
             f"of {parts * ways}"
         )

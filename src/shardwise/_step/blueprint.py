@@ -26,14 +26,14 @@ from .remat import remat_modules
 from .scopes import scope_modules
 from .state import Arrays, TrainState, named_arrays, show_array
 
-# Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
-# before and after them no longer fuses: benchmarks/h200 measures it.
+# XLA chooses Triton's matrix products even where cuBLAS's make the whole step faster, since the
+# operations around them no longer fuse: benchmarks/h200 measures it.
 _COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
-    """What a recipe's step is made of on one layout, before any array is.
+    """What a recipe's step is built from on one layout, before any array exists.
 
     Attributes:
         recipe: the recipe.
@@ -94,7 +94,7 @@ class Blueprint:
         return {**_COMPILER_OPTIONS.get(platform, {}), **given}
 
     def jitted(self) -> Any:
-        """Returns the step as `jax.jit` makes it, for running it and for compiling it alike."""
+        """Returns the jitted step, both for running and for compiling it."""
         here = isinstance(self.layout.mesh, Mesh)
         return jax.jit(
             self.step,
@@ -105,12 +105,12 @@ class Blueprint:
         )
 
     def merge(self, arrays: Arrays) -> nnx.Module:
-        """Returns the model that has these arrays."""
+        """Returns the model with these arrays."""
         flat = [arrays[leaf.path] for leaf in self.layout.leaves]
         return nnx.merge(self.model.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
 
     def as_parameters(self, arrays: Arrays) -> Any:
-        """Returns trained variables, by path, as the optimizer knows them."""
+        """Returns trained variables, given by path, in the structure that the optimizer sees."""
         return jax.tree.unflatten(self.parameters, [arrays[path] for path in self.trained])
 
     def flat_optimizer(self, state: Any) -> Arrays:
@@ -126,7 +126,7 @@ class Blueprint:
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
         """Returns the metrics of one batch, the model in evaluation mode; pure, to be jitted."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
-            # The average is what one would deploy, so it is what is judged.
+            # The average is what one would deploy, so it is what is evaluated.
             model = {**state.model, **state.ema}
             loss, (metrics, _) = self._loss({}, model, batch, state.step, train=False)
         return {"loss": loss, **metrics}
@@ -157,7 +157,7 @@ class Blueprint:
             self.as_parameters(grads),
             jax.tree.unflatten(self.optimizer.treedef, moments),
             parameters,
-            # For those that look further than the gradient, such as a line search.
+            # For optimizers that need more than the gradient, such as a line search.
             value=loss,
             grad=self.as_parameters(grads),
             value_fn=lambda p: self._value(p, rest, batch, state.step),
@@ -245,7 +245,7 @@ class Blueprint:
         if recipe.remat is not None and not isinstance(recipe.remat, Mapping) and train:
             compute = jax.checkpoint(compute, policy=remat_policy(recipe.remat))
         loss, (metrics, after) = compute({**rest, **trained}, batch, *args)
-        # What was rounded for the loss, and comes back so, is what it was.
+        # A value that was only rounded for the loss, and not changed by it, keeps its full precision.
         after = {
             path: _as_stored_dtype(x, before[path])
             if rest[path] is before[path]
@@ -262,7 +262,7 @@ class Blueprint:
             for path, x in arrays.items()
             if path in self._parameter_paths and jnp.issubdtype(x.dtype, jnp.floating)
         }
-        # Held to its own sharding, a parameter is gathered in the smaller dtype.
+        # Constrained to its own sharding, a parameter is gathered in the smaller dtype.
         return {**arrays, **self._as_stored(cast)}
 
     @functools.cached_property
@@ -273,7 +273,9 @@ class Blueprint:
     def _as_stored(self, arrays: Arrays) -> Arrays:
         mesh = self.layout.mesh
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
-            return arrays  # there, types say where an array lies, and a constraint only asserts it
+            return (
+                arrays  # on other axes, types carry the sharding, and a constraint only asserts it
+            )
         constrain = jax.lax.with_sharding_constraint
         return {path: constrain(x, self.shardings.model[path]) for path, x in arrays.items()}
 
@@ -281,14 +283,14 @@ class Blueprint:
 def gathered(arrays: Arrays, layout: Layout) -> Arrays:
     """Returns the arrays as the model computes with them on Explicit axes.
 
-    On Auto axes the compiler gathers what FSDP stores in parts. Explicit ones carry the storage's
-    split into the types of every result, where it clashes with that of the batch.
+    On Auto axes the compiler gathers what FSDP shards. Explicit axes carry the sharding of the
+    storage into the types of every result, where it conflicts with that of the batch.
     """
     return _resharded(arrays, layout, gather=True)
 
 
 def _resharded(arrays: Arrays, layout: Layout, *, gather: bool) -> Arrays:
-    """Returns what FSDP stores in parts over Explicit axes gathered, or in its parts again."""
+    """Returns the arrays that FSDP shards over Explicit axes, gathered or sharded again."""
     mesh = layout.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     done = dict(arrays)
@@ -302,11 +304,11 @@ def _resharded(arrays: Arrays, layout: Layout, *, gather: bool) -> Arrays:
 
 
 def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
-    """Returns what the recipe's step is made of on this layout.
+    """Returns what the recipe's step is built from on this layout.
 
     Raises:
         LayoutError: the layout has errors, or is not of the recipe's model.
-        ValueError: one of them is something else, or nothing is trained.
+        ValueError: an argument has the wrong type, or nothing would be trained.
     """
     if not isinstance(recipe, Recipe):
         raise ValueError(f"the recipe is a {type(recipe).__name__}: see sw.Recipe")
@@ -336,7 +338,7 @@ def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
 
 @contextlib.contextmanager
 def on_mesh(mesh: AnyMesh) -> Iterator[None]:
-    """Lets a traced model find this mesh, whatever the caller has set."""
+    """Makes this mesh the one that a traced model finds, whatever the caller has set."""
     use = jax.sharding.use_abstract_mesh
     inner = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     # The empty mesh comes first, since a mesh that is set cannot change its size.
@@ -366,7 +368,7 @@ def _axis_types_help(error: Exception) -> str:
 
 
 def require_planned(state: TrainState, planned: TrainState) -> None:
-    """Refuses a state of other sizes; while tracing, where it costs a step nothing."""
+    """Rejects a state of other shapes or dtypes; runs during tracing, so a step pays nothing."""
     arrays = named_arrays(state)
     wrong = [
         f"{show_array(name)} is {x.dtype}{list(x.shape)}, wanted {want.dtype}{list(want.shape)}"
@@ -378,7 +380,7 @@ def require_planned(state: TrainState, planned: TrainState) -> None:
 
 
 def _as_stored_dtype(x: Any, like: Any) -> Any:
-    # Also where the dtype is right, since a weak type would make the next step another program.
+    # Even if the dtype is right, since a weak type would make the next step recompile.
     return x if jnp.issubdtype(like.dtype, jax.dtypes.extended) else x.astype(like.dtype)
 
 
@@ -387,7 +389,7 @@ def _by_path(layout: Layout) -> dict[str, Any]:
 
 
 def _cut(x: Any, parts: int) -> Any:
-    """Returns `x` in `parts` along a new dim 0; every device cuts what it holds itself."""
+    """Returns `x` in `parts` along a new dim 0; every device splits its own shard."""
     if not x.shape:
         return jnp.broadcast_to(x, (parts,))
     split = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
@@ -424,6 +426,6 @@ def _require_scalar(loss: Any, metrics: Any, *more: Any) -> None:
     if not isinstance(metrics, dict) or "loss" in metrics:
         got = "one named 'loss'" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
         raise ValueError(
-            f"the recipe's loss returned as metrics {got}: return a dict of names and values, "
-            f"other than 'loss'"
+            f"the recipe's loss returned {got} as metrics: return a dict of names and values, "
+            f"without 'loss'"
         )

@@ -1,4 +1,4 @@
-"""Rematerialisation of modules that know nothing of it, by path pattern."""
+"""Rematerialisation of modules by path pattern, without changes to their code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .._nnx import Remat, remat_policy
 
 
 def remat_modules(model: nnx.Module, patterns: Mapping[str, Remat]) -> None:
-    """Makes the calls of matching modules keep only what their policy says; changes `model`.
+    """Makes the calls of matching modules save only what their policy allows; changes `model`.
 
     Raises:
         ValueError: a pattern matches no module.
@@ -37,7 +37,7 @@ def remat_modules(model: nnx.Module, patterns: Mapping[str, Remat]) -> None:
 def _remat_class(base: type[Any], policy: Callable[..., Any]) -> type[Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        # What is no array, such as deterministic=True, must not be traced.
+        # Arguments that are not arrays, such as deterministic=True, must not be traced.
         is_traced = [_is_node(x) or hasattr(x, "dtype") for x in flat]
 
         def run(module: Any, traced: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Names a model's modules in the compiled program, so that each operation says whose it is."""
+"""Names a model's modules in the compiled program, so that each operation shows its module."""
 
 from __future__ import annotations
 

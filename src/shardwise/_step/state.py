@@ -12,8 +12,8 @@ from flax import nnx
 from .._base import public
 from .._nnx import abstract_model, keyed_leaves, show_path
 
-# Plain dicts: JAX flattens them without calling into Python, so that a step's dispatch costs
-# what a hand-written one's does, and a checkpoint needs none of our classes to be read.
+# Plain dicts: JAX flattens them without calling into Python, so dispatching a step costs the same
+# as a hand-written one, and reading a checkpoint needs none of our classes.
 Arrays = dict[str, Any]
 
 
@@ -21,13 +21,13 @@ Arrays = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainState:
-    """Every array of a run. Made by `sw.train_state`, changed by a step.
+    """Every array of a run. Created by `sw.train_state`, updated by a step.
 
     Attributes:
-        step: how many steps were taken, a scalar.
+        step: the number of steps taken, a scalar.
         model: the model's variables, of every kind, by dotted path.
         optimizer: the optimizer's state, by the paths of `layout.for_optimizer`.
-        ema: the moving average of the trained variables, empty without `Recipe.ema`.
+        ema: the moving average of the trained variables; empty without `Recipe.ema`.
     """
 
     step: Any
@@ -38,11 +38,11 @@ class TrainState:
     def to_model(self, make: Callable[[], nnx.Module], *, ema: bool = False) -> nnx.Module:
         """Returns the model with this state's arrays.
 
-        They are not copied, so a step that takes this state takes them from the model too.
+        They are not copied, so a step that donates this state also invalidates the model.
 
         Args:
             make: the function that builds the model, `recipe.model`.
-            ema: whether trained variables come from the moving average.
+            ema: whether to take the trained variables from the moving average.
 
         Example:
             >>> import jax, optax, shardwise as sw
@@ -61,7 +61,7 @@ class TrainState:
         paths = [show_path(keys) for keys, _ in keyed_leaves(abstract.state)]
         if set(paths) != set(arrays):
             raise ValueError(
-                f"the state is of another model: it has {len(arrays)} variables, this model "
+                f"the state belongs to another model: it has {len(arrays)} variables, this model has "
                 f"{len(paths)}, and they first differ at {min(set(paths) ^ set(arrays))!r}"
             )
         state = jax.tree.unflatten(jax.tree.structure(abstract.state), [arrays[p] for p in paths])
@@ -82,8 +82,9 @@ def named_arrays(state: Any) -> dict[str, Any]:
 
 
 def show_array(name: str) -> str:
-    """Returns the path of an array as messages spell it: the model's as its layout does.
+    """Returns the path of an array as messages spell it.
 
-    Others keep the part in front: `up.kernel`, `optimizer.0.mu.up.kernel`, `ema.up.kernel`.
+    Model arrays are spelled as in the layout, others keep their prefix: `up.kernel`,
+    `optimizer.0.mu.up.kernel`, `ema.up.kernel`.
     """
     return name.removeprefix("model.")

@@ -1,4 +1,4 @@
-"""The command `doctor`: what works here, and how to get what does not."""
+"""The command `doctor`: what works on this machine, and how to get what does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..options import (
 
 
 @command(
-    help="""Say which compilers and devices can be used here, and how to get the others.
+    help="""Show which compilers and devices can be used on this machine, and how to get the others.
 
 Example:
 
@@ -26,7 +26,7 @@ Example:
   shardwise doctor --format json"""
 )
 def doctor(format: FormatOption = Format.text) -> None:
-    """Prints what is usable here."""
+    """Prints what can be used on this machine."""
     with working("asking JAX for its devices"):
         found = _doctor()
     if format is Format.json:
@@ -38,7 +38,7 @@ def doctor(format: FormatOption = Format.text) -> None:
     problems = [row["problem"] for row in found["internals"] if row["problem"]]
     for problem in problems:
         tell(f"does not work: {problem}")
-    tell(f"devices here: {found['devices']}")
+    tell(f"devices: {found['devices']}")
     for row in found["compilers"]:
         what = f"{row['platform'].upper()} compiler ({', '.join(row['chips'])})"
         if row["problem"]:
@@ -57,8 +57,8 @@ def doctor(format: FormatOption = Format.text) -> None:
 def _tested(found: dict[str, Any]) -> str:
     names = [f"{name} {' and '.join(versions)}" for name, versions in found["tested"].items()]
     untested = [f"{name} {found['versions'][name]}" for name in found["untested"]]
-    told = f"{', '.join(untested)} not among them" if untested else "those here are among them"
-    return f"tested with {', '.join(names)}: {told}"
+    which = f"not with {', '.join(untested)}" if untested else "the installed ones are among these"
+    return f"tested with {', '.join(names)}; {which}"
 
 
 def _doctor() -> dict[str, Any]:
@@ -107,12 +107,12 @@ def _devices() -> str:
             [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120
         )
     except subprocess.TimeoutExpired:
-        return "JAX did not say within two minutes"
+        return "unknown: JAX timed out after 120 s"
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         return f"none: {lines[-1] if lines else 'JAX ended the process'}"
     count, kind, name = done.stdout.strip().splitlines()[-1].split(";", 2)
-    told = f"{count} x {name}" if name == kind else f"{count} x {name} ({kind})"
-    # Here alone is said why an accelerator that is here is not used.
+    devices = f"{count} x {name}" if name == kind else f"{count} x {name} ({kind})"
+    # Only doctor says why an accelerator that is present is not used.
     why = re.findall(r"^\w*Error: .*$", done.stderr, re.M)
-    return f"{told}; of others JAX says: {why[-1]}" if kind == "cpu" and why else told
+    return f"{devices}; other backends failed: {why[-1]}" if kind == "cpu" and why else devices

@@ -1,4 +1,4 @@
-"""A compiled program, read: collectives, arithmetic, buffers, and the lines they came from."""
+"""Reads a compiled program: its collectives, flops, buffers, and the lines they come from."""
 
 from .buffers import OTHER as OTHER
 from .buffers import Buffer as Buffer

@@ -1,7 +1,7 @@
-"""The large buffers of a compiled program: what is alive when its memory is fullest, and why.
+"""The large buffers of a compiled program: what is alive at its memory peak, and why.
 
-Where the compiler has written down its buffers, they are its own. Elsewhere, which are alive at the
-peak is worked out here, from the order in which the program runs: a model, labelled so.
+If the compiler reports its buffers, they are used as they are. Otherwise the buffers alive at the
+peak are derived from the order in which the program runs, and labelled as modelled.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Buffer:
     """One temporary, or several alike.
 
     Attributes:
-        shape: of the array on one device, such as `bf16[4,2048,8192]`.
-        bytes: of one.
-        count: how many alike are alive at the same time.
-        source: what made it.
-        label: how it is known that it is alive: `compiled` or `modelled`.
+        shape: the shape of the array on one device, such as `bf16[4,2048,8192]`.
+        bytes: the size of one of them.
+        count: how many like it are alive at the same time.
+        source: what created it.
+        label: how its lifetime is known: `compiled` or `modelled`.
     """
 
     shape: str
@@ -44,7 +44,7 @@ class Buffer:
         return f"{self.shape}{times} ({show_bytes(self.total_bytes)}) from {self.source}"
 
 
-# Those that make no array of their own.
+# Opcodes that allocate no array of their own.
 _VIEWS = {
     "parameter", "tuple", "get-tuple-element", "bitcast", "while", "optimization-barrier",
     "after-all", "partition-id", "replica-id", "copy-done", "call", "conditional",
@@ -62,15 +62,15 @@ def largest_buffers(
     total: int | None,
     most: int = 10,
 ) -> list[Buffer]:
-    """Returns the temporaries that are alive at the peak, the largest first.
+    """Returns the temporaries alive at the peak, largest first.
 
     Args:
         module: the program.
         paths: the paths of the model's modules.
-        alive: what the compiler says is alive, by name, type and bytes; None for a model of it.
-        total: the bytes of all temporaries: the rows are never more, and the last row is what is
-            in none of the others: small ones, padding, and on a TPU its code and on-chip memory.
-        most: how many rows there are before that one.
+        alive: what the compiler reports as alive, by name, type and bytes; None to model it.
+        total: the bytes of all temporaries: the rows never add up to more, and the last row is the
+            rest: small ones, padding, and on a TPU its code and on-chip memory.
+        most: how many rows to return before that last row.
     """
     counted: Counter[tuple[str, int, Source]] = Counter()
     label = "compiled" if alive is not None else "modelled"
@@ -85,7 +85,7 @@ def largest_buffers(
     kept: list[Buffer] = []
     left = total
     for row in rows[:most]:
-        # A model may hold more than the compiler does, which reuses what it can.
+        # The model may exceed the compiler's total, since the compiler reuses memory.
         count = min(row.count, left // row.bytes) if row.bytes else 0
         if count:
             kept.append(dataclasses.replace(row, count=count))
@@ -102,7 +102,7 @@ def _compiled(
     for value, kind, size in alive:
         name, _, index = value.removesuffix("}").partition("{")
         shapes = parse_shapes(kind)
-        # A tuple's own buffer holds where its elements are.
+        # A tuple's own buffer holds pointers to its elements.
         shape = "tuple" if kind.startswith("(") else str(shapes[0]) if shapes else kind
         home = homes.get(name)
         if home is None:
@@ -115,7 +115,7 @@ def _compiled(
 def _written(
     module: Module, computation: str, instruction: Instruction, index: int
 ) -> tuple[str, Instruction]:
-    """Returns what fills a value that a loop carries, or the instruction that makes another."""
+    """Returns the instruction that writes a value carried by a loop, or the one that creates it."""
     loop = instruction
     if instruction.opcode == "parameter":
         caller = module.callers.get(computation)
@@ -146,14 +146,14 @@ def _cause(
 ) -> Source:
     source = source_of(module, instruction, paths)
     if not source.place:
-        # What a loop fills was made empty before it: whoever fills it is its cause.
+        # A buffer that a loop fills is allocated before it: its cause is what fills it.
         writer = _loop_writer(module, computation, instruction.name)
         source = source_of(module, writer, paths) if writer is not None else source
     return source
 
 
 def _loop_writer(module: Module, computation: str, name: str) -> Instruction | None:
-    """Returns what a loop's body writes into a buffer that was made before the loop."""
+    """Returns what a loop's body writes into a buffer allocated before the loop."""
     own = module.by_name[computation]
     for instruction in own.values():
         if instruction.opcode != "tuple" or name not in instruction.operands:
@@ -180,8 +180,8 @@ def _peak(module: Module, computation: str, known: dict[str, _Alive]) -> _Alive:
     known[computation] = (0, ())
     found = module.computations.get(computation, [])
     own = module.by_name.get(computation, {})
-    made = {i.name: _made_bytes(module, i) for i in found}
-    below = _owners(found, own, made)
+    allocated = {i.name: _allocated_bytes(module, i) for i in found}
+    below = _owners(found, own, allocated)
     last = {}
     for place, instruction in enumerate(found):
         for name in instruction.operands:
@@ -196,9 +196,9 @@ def _peak(module: Module, computation: str, known: dict[str, _Alive]) -> _Alive:
     alive: dict[str, int] = {}
     now, best = 0, (0, ())
     for place, instruction in enumerate(found):
-        if made[instruction.name]:
-            alive[instruction.name] = made[instruction.name]
-            now += made[instruction.name]
+        if allocated[instruction.name]:
+            alive[instruction.name] = allocated[instruction.name]
+            now += allocated[instruction.name]
         inner: _Alive = (0, ())
         if instruction.opcode in ("while", "call", "conditional"):
             bodies = [_peak(module, name, known) for name in instruction.called]
@@ -211,7 +211,7 @@ def _peak(module: Module, computation: str, known: dict[str, _Alive]) -> _Alive:
     return best
 
 
-def _made_bytes(module: Module, instruction: Instruction) -> int:
+def _allocated_bytes(module: Module, instruction: Instruction) -> int:
     if instruction.opcode in _VIEWS or instruction.opcode.endswith("-done"):
         return 0
     if instruction.opcode == "constant" or _in_place(module, instruction):
@@ -220,7 +220,7 @@ def _made_bytes(module: Module, instruction: Instruction) -> int:
 
 
 def _in_place(module: Module, instruction: Instruction) -> bool:
-    """Says whether it writes into one of its operands: an update of a slice, alone or fused."""
+    """Returns whether it writes into one of its operands: a slice update, alone or fused."""
     if instruction.opcode == "dynamic-update-slice":
         return True
     if instruction.opcode != "fusion" or not instruction.called:
@@ -230,21 +230,21 @@ def _in_place(module: Module, instruction: Instruction) -> bool:
 
 
 def _owners(
-    found: list[Instruction], own: dict[str, Instruction], made: dict[str, int]
+    found: list[Instruction], own: dict[str, Instruction], allocated: dict[str, int]
 ) -> dict[str, set[str]]:
-    """Returns for each name the instructions whose buffers it stands for."""
+    """Returns for each name the instructions whose buffers it refers to."""
     owners: dict[str, set[str]] = {}
     for instruction in found:
-        if made[instruction.name]:
+        if allocated[instruction.name]:
             owners[instruction.name] = {instruction.name}
             continue
         passed: set[str] = set()
         for name in instruction.operands:
             passed |= owners.get(name, set())
         if instruction.opcode == "get-tuple-element" and instruction.operands[0] in own:
-            whole = own[instruction.operands[0]]
+            operand = own[instruction.operands[0]]
             index = int(instruction.rest.partition("index=")[2].split(",")[0] or 0)
-            if whole.opcode == "tuple" and index < len(whole.operands):
-                passed = owners.get(whole.operands[index], set())
+            if operand.opcode == "tuple" and index < len(operand.operands):
+                passed = owners.get(operand.operands[index], set())
         owners[instruction.name] = passed
     return owners

@@ -1,4 +1,4 @@
-"""The arithmetic of a compiled program: the products of its dots and convolutions."""
+"""The flops of a compiled program: those of its matrix products and convolutions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _GEMM = re.compile(r"__cublas\$(?:lt\$matmul|gemm)(?:\$\w+)?$")
 _CONVOLUTION = re.compile(r"__cudnn\$conv(?!Maximum)")
 _FMHA = re.compile(r"__cudnn\$fmha(\w*)")
 _SPLASH = re.compile(r"splash_\w*?_(fwd|dq|dkv)")
-# The products of each of its kernels: scores and values forward; scores, gradients of the
-# probabilities and of one or two operands backward.
+# The matrix products in each of its kernels: scores and values in the forward pass; scores,
+# gradients of the probabilities and of one or two operands in the backward pass.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-# What multiplies no matrices: sorting, choosing, moving, random numbers, notes to the compiler.
+# Kernels without matrix products: sorting, selecting, moving, random numbers, compiler annotations.
 _NO_PRODUCTS = re.compile(
     r"__cub\$|__gpu\$TopK|TopK|topk|PartialReduce|ApproxTopK|AllocateBuffer|Sharding$|"
     r"SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|MoveToHost|MoveToDevice|"
@@ -33,7 +33,7 @@ _NO_PRODUCTS = re.compile(
     r"AsyncCollective(?:Start|Done)|LastUseAnnotation|NopReturnToken|nop$|Reinterpret|ConcatBitcast|GatherScatterIndices"
 )
 _ANYBODYS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "triton_kernel_call")
-# They multiply, by ways that differ from one library to the next.
+# These have flops, but how many depends on the library.
 _UNKNOWN = ("fft", "cholesky", "triangular-solve")
 
 
@@ -42,10 +42,10 @@ class Work:
     """The floating-point operations of one device in a step.
 
     Attributes:
-        flops: two for each product of dots and convolutions, in loops as often as these run;
-            attention kernels by what they declare, or by their shapes.
-        not_counted: the kernels that may multiply but do not say how much, each with how often
-            a step runs it; and loops that do not say how often they run.
+        flops: two per multiply-add of matrix products and convolutions, times the trip counts of
+            loops; attention kernels count what they declare, or what their shapes imply.
+        not_counted: kernels with an unknown number of flops, each with how many times a step runs
+            it; and loops of unknown length.
     """
 
     flops: int
@@ -53,7 +53,7 @@ class Work:
 
 
 def work_of(module: Module) -> Work:
-    """Returns the floating-point operations that one device does in a step."""
+    """Returns the floating-point operations of one device in a step."""
     total, missing = 0, Counter()
     for computation, times, _ in module.runs():
         for instruction in module.computations.get(computation, ()):
@@ -84,7 +84,7 @@ def _multiplies(module: Module, loop: Instruction) -> bool:
 
 
 def _name(instruction: Instruction) -> str:
-    """Returns a kernel's name, as its library or, where that runs anybody's, its caller has it."""
+    """Returns a kernel's name in its library, with its caller if the library runs user kernels."""
     if instruction.opcode != "custom-call":
         return instruction.opcode
     target = _TARGET.search(instruction.rest)
@@ -96,7 +96,7 @@ def _name(instruction: Instruction) -> str:
 def bytes_accessed(module: Module) -> int:
     """Returns the bytes that one device reads and writes in main memory in a step.
 
-    What a fusion keeps within itself does not count; what is read by several counts for each.
+    Values inside a fusion do not count; a value counts once for each instruction that reads it.
     """
     total = 0
     for computation, times, fused in module.runs():
@@ -118,7 +118,7 @@ _FREE = {
 
 
 def _flops(module: Module, computation: str, instruction: Instruction) -> int | None:
-    """Returns the flops of one instruction; None where it may have some that it does not tell."""
+    """Returns the flops of one instruction; None if it may have some that are unknown."""
     if instruction.opcode in _UNKNOWN:
         return None
     if instruction.opcode not in ("dot", "convolution", "custom-call", "ragged-dot"):
@@ -152,7 +152,7 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
         contracted = [int(n.strip('"')) for n in found[1].split(",") if n]
         return _products(instruction.shapes[0], shapes[0], contracted)
     if _CONVOLUTION.match(target) and len(shapes) >= 2 and instruction.shapes:
-        # The labels are those of the forward pass, whichever of the three arrays is the result.
+        # The labels are always those of the forward pass, whichever array is the result.
         first, second, result = *shapes[:2], instruction.shapes[0]
         if "BackwardInput" in target:
             return _convolution(instruction, result, second, first)
@@ -171,7 +171,7 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
         return 2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] // 2
     fmha = _FMHA.match(target)
     if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
-        # Two products forward, five backward, of which a causal mask leaves half.
+        # Two products forward, five backward, halved by a causal mask.
         batch, length, heads, depth = shapes[0].dims
         each = 2 * batch * heads * length * shapes[1].dims[1] * depth
         products = 5 if "Backward" in fmha[1] else 2
@@ -201,7 +201,7 @@ def _convolution(instruction: Instruction, left: Shape, kernel: Shape, result: S
 
 
 def _meetings(size: int, taps: int, outputs: int, window: dict[str, Any], dim: int) -> int:
-    """Returns how many pairs of an output and a tap of the window meet an input, in one dim."""
+    """Returns how many pairs of an output and a window tap read an input, in one dim."""
 
     def of(name: str, default: Any) -> Any:
         values = window.get(name)

@@ -1,4 +1,4 @@
-"""Reads the text of an optimised HLO module: computations, instructions, and where they came from."""
+"""Parses the text of an optimised HLO module: computations, instructions, and their sources."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.dims)
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements are, without padding."""
+        """The bytes of its elements, without padding."""
         return -(-self.size * _BITS.get(self.dtype, 0) // 8)
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lies in the device's main memory, and not in one beside it."""
+        """Whether it is in the device's main memory, rather than in on-chip memory."""
         return not re.search(r"S\([1-9]\d*\)", self.layout)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction: what it makes, from what, and all else as text."""
+    """One instruction: its results, its operands, and everything else as text."""
 
     name: str
     opcode: str
@@ -60,13 +60,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where it came from, in JAX's words: `jit(step)/transpose(jvp(blocks.0))/dot_general`."""
+        """JAX's name of the operation: `jit(step)/transpose(jvp(blocks.0))/dot_general`."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.rest)
         return found[1].replace('\\"', '"').replace("\\'", "'") if found else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """The computations that it runs, but for those that only reduce two numbers."""
+        """The computations it calls, except those that only reduce two numbers."""
         found = re.findall(
             r"(?:calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)", self.rest
         )
@@ -77,7 +77,7 @@ class Instruction:
         return tuple(found)
 
     def attribute(self, name: str) -> str:
-        """Returns an attribute's text, such as `{0,1}` or `[2,4]<=[8]`, or an empty one."""
+        """Returns an attribute's text, such as `{0,1}` or `[2,4]<=[8]`, or an empty string."""
         found = re.search(rf"[ ,]{name}=", self.rest)
         if found is None:
             return ""
@@ -108,12 +108,12 @@ class Module:
 
     @functools.cached_property
     def by_name(self) -> dict[str, dict[str, Instruction]]:
-        """The instructions of each computation by their names."""
+        """The instructions of each computation by name."""
         return {c: {i.name: i for i in found} for c, found in self.computations.items()}
 
     @functools.cached_property
     def callers(self) -> dict[str, tuple[str, Instruction]]:
-        """For each computation one that runs it, and the instruction by which it does."""
+        """For each computation, one computation that calls it, and the calling instruction."""
         return {
             called: (computation, instruction)
             for computation, found in self.computations.items()
@@ -138,7 +138,7 @@ class Module:
         return stack
 
     def runs(self) -> Iterator[tuple[str, int, bool]]:
-        """Yields each computation that the program runs, how often, and whether within a fusion.
+        """Yields each computation that the program runs, how many times, and whether in a fusion.
 
         A computation that is run from several places comes once for each. The trips of a loop
         are multiplied; where they are not known, its body counts once.
@@ -160,14 +160,14 @@ class Module:
                     todo.append((called, more, inside))
 
     def trips(self, computation: str, loop: Instruction) -> int | None:
-        """Returns how often a loop runs its body, or None where the program does not say."""
+        """Returns how many times a loop runs its body, or None if the program does not say."""
         known = re.search(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)', loop.rest)
         if known:
             return int(known[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
         if condition is None:
             return None
-        # The bound that a counter from 0 is compared with, here or in what is fused with it.
+        # The bound that a counter starting at 0 is compared with, here or in a fusion.
         bounds = []
         todo = [condition[1]]
         while todo:
@@ -189,7 +189,7 @@ def parse_hlo(text: str) -> Module:
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if current is not None:
-            # An attribute may hold lines of its own, such as a kernel's description.
+            # An attribute may span several lines, such as a kernel's description.
             last = number + 1 == len(lines) or not lines[number + 1]
             if line.startswith("}") and last:
                 current = None
@@ -226,7 +226,7 @@ def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, str,
         place = places.get(row.get("file_location_id", 0), {})
         file = files.get(place.get("file_name_id", 0), "")
         function = functions.get(place.get("function_name_id", 0), "")
-        # The table counts parents from 1 on, where 1 says that there is none.
+        # The table counts parents from 1, where 1 means none.
         frames[i] = (file, place.get("line", 0), function, row.get("parent_frame_id", 1) - 1)
     return frames
 
@@ -258,7 +258,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """Returns every array that a type's text names, those within tuples too."""
+    """Returns every array in the text of a type, including those in tuples."""
     return [
         Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d), layout or "")
         for dtype, dims, layout in _ARRAY.findall(text)
@@ -267,7 +267,7 @@ def parse_shapes(text: str) -> list[Shape]:
 
 
 def _closing(text: str, start: int) -> int:
-    """Returns the place behind the parenthesis that closes the one at `start`."""
+    """Returns the index after the parenthesis that closes the one at `start`."""
     depth = 0
     for place in range(start, len(text)):
         char = text[place]

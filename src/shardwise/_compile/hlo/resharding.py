@@ -1,7 +1,7 @@
-"""Where a step's arrays change their spec, and from which to which, in Shardy's own words.
+"""Where a step's arrays are resharded, from which spec to which, according to Shardy.
 
-Shardy, which both compilers partition with, is in jaxlib: its propagation runs here, on the
-program that they are given, and says where an operation wants its operand split otherwise.
+Shardy, the partitioner of both compilers, is part of jaxlib: its propagation runs here on the
+same program, and shows where an operation needs its operand split differently.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Reshard:
     """One change of spec.
 
     Attributes:
-        place: `file.py:12` of the user's line, or nothing.
-        shape: of the whole array.
-        before: the axes that split each dim of what was made,
-        after: and of what is wanted.
+        place: the user's line, such as `file.py:12`, or empty.
+        shape: the global shape of the array.
+        before: the axes that split each dim before,
+        after: and after.
     """
 
     place: str
@@ -44,7 +44,7 @@ def reshards(module: Any) -> list[Reshard]:
     """Returns every change of spec in a lowered program.
 
     Args:
-        module: what `lowered.compiler_ir("stablehlo")` returns; it is left as it is.
+        module: what `lowered.compiler_ir("stablehlo")` returns; it is not changed.
     """
     ir, passmanager = mlir_bindings()
     with module.context:
@@ -52,7 +52,7 @@ def reshards(module: Any) -> list[Reshard]:
         try:
             passmanager.PassManager.parse(_PASSES).run(own.operation)
         except (ValueError, ir.MLIRError):
-            return []  # a jaxlib whose passes have other names: what they say is only an extra
+            return []  # in this jaxlib the passes have other names; their result is optional
         return list(_found(own.operation, ir))
 
 
@@ -72,7 +72,7 @@ def _found(operation: Any, ir: Any) -> Iterator[Reshard]:
 
 
 def _split(value: Any, ir: Any) -> Split | None:
-    """Returns the axes of each dim, as the value's maker or its function says them."""
+    """Returns the axes of each dim, as annotated on the value's producer or its function."""
     owner, number = value.owner, 0
     if isinstance(owner, ir.Block):
         number, owner = ir.BlockArgument(value).arg_number, owner.owner
@@ -86,10 +86,10 @@ def _split(value: Any, ir: Any) -> Split | None:
 
 
 def _axes(text: str, number: int) -> Split | None:
-    """Returns the axes of each dim in `<@mesh, [{"data"}, {}]>`, the first or a later one."""
+    """Returns the axes of each dim in the `number`th sharding of `<@mesh, [{"data"}, {}]>`."""
     each = re.findall(r"<@\w+, \[([^\[\]]*)\]", text)
     if number >= len(each):
         return None
-    # A part of an axis is written "data":(1)2: it counts as the axis.
+    # A part of an axis, written "data":(1)2, counts as the axis.
     dims = re.findall(r"\{([^}]*)\}", each[number])
     return tuple(tuple(re.findall(r'"(\w+)"', dim)) for dim in dims)

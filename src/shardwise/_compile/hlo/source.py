@@ -1,4 +1,4 @@
-"""Where an instruction of a compiled program came from: a module, a leaf, a line of the user's."""
+"""Where an instruction of a compiled program comes from: a module, a leaf, a line of user code."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from .program import Instruction, Module
 
 # Where the step begins.
 EDGES = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
-# What transforms and control flow put around a scope.
+# How transforms and control flow wrap a scope.
 _WRAPPED = re.compile(r"^(?:jit|jvp|transpose|vmap|pmap|checkpoint|remat\d*|custom_\w+)\((.*)\)$")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """What an instruction came from.
+    """Where an instruction comes from.
 
     Attributes:
-        op: the operation of JAX, such as `dot_general`.
-        module: the path of the module that was being called, or an empty one.
-        place: `file.py:12` of the user's line, or an empty one.
-        backward: whether it is of the backward pass.
-        leaf: the leaf of the state that it was made of alone, such as `embed` or `optimizer.0.mu.embed`, or nothing.
+        op: the JAX operation, such as `dot_general`.
+        module: the path of the module being called, or empty.
+        place: the user's line, such as `file.py:12`, or empty.
+        backward: whether it belongs to the backward pass.
+        leaf: the leaf of the state it was made from, if only one, such as `embed` or
+            `optimizer.0.mu.embed`; otherwise empty.
     """
 
     op: str
@@ -34,17 +35,17 @@ class Source:
     leaf: str = ""
 
     def __str__(self) -> str:
-        """Returns the places that are known, the nearest to the user first."""
+        """Returns the known places, those closest to the user first."""
         known = [self.place, self.module, self.leaf]
         return " ".join(x for x in known if x) or self.op or "?"
 
 
 def source_of(module: Module, instruction: Instruction, paths: Collection[str]) -> Source:
-    """Returns where an instruction came from.
+    """Returns where an instruction comes from.
 
     Args:
         module: the program.
-        instruction: one of it.
+        instruction: an instruction of it.
         paths: the paths of the model's modules.
     """
     op_name = instruction.op_name
@@ -64,17 +65,17 @@ def source_of(module: Module, instruction: Instruction, paths: Collection[str]) 
 
 
 def user_place(stack: list[tuple[str, int, str]]) -> str:
-    """Returns `file.py:12` of the innermost frame that is the user's own, or nothing."""
+    """Returns `file.py:12` for the innermost frame of user code, or an empty string."""
     for file, line, function in stack:
         if is_users(file):
             return show_line(file, line)
         if function in EDGES and is_ours(file):
-            break  # what is further out only asked for the step
+            break  # frames further out only called `compile`
     return ""
 
 
 def _split(op_name: str) -> Iterator[str]:
-    """Yields the parts between slashes that stand in no parentheses."""
+    """Yields the parts between slashes that are outside parentheses."""
     depth, start = 0, 0
     for place, char in enumerate(op_name):
         depth += (char == "(") - (char == ")")
@@ -100,7 +101,7 @@ _PASSING = {
 
 
 def leaf_of(module: Module, computation: str, instruction: Instruction) -> str:
-    """Returns the leaf of the state that an instruction only moves, casts or gathers, if one."""
+    """Returns the leaf of the state if the instruction only moves, casts or gathers a single one."""
     return _leaf(module, computation, instruction, None, 0)
 
 

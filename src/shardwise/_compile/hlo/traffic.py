@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: over which mesh axes, how large, how often, and why."""
+"""The collectives of a compiled program: their mesh axes, sizes, counts and causes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..._chips import sent_bytes
 from .program import Instruction, Module, Shape
 from .source import Source, leaf_of, source_of
 
-# The name in HLO, and the one of what it costs.
+# From the HLO name to the name in the cost model.
 _KINDS = {
     "all-reduce": "psum",
     "all-gather": "all_gather",
@@ -30,14 +30,14 @@ class Collective:
     """One collective of a compiled program.
 
     Attributes:
-        kind: as HLO calls it, such as `all-gather`.
-        axes: the mesh axes that it goes along, in the mesh's order.
-        devices: how many take part in one of its groups.
-        shape: of the largest operand on one device, such as `bf16[256,512]`.
+        kind: its HLO name, such as `all-gather`.
+        axes: the mesh axes it runs over, in the mesh's order.
+        devices: how many devices are in one of its groups.
+        shape: the shape of its largest operand on one device, such as `bf16[256,512]`.
         arrays: how many arrays it moves at once.
-        sent_bytes: what one device sends each time, under the ring model.
-        times: how often a step runs it.
-        source: what it came from.
+        sent_bytes: bytes that one device sends each time it runs, in the ring model.
+        times: how many times a step runs it.
+        source: what it comes from.
     """
 
     kind: str
@@ -98,8 +98,8 @@ def _collective_instructions(module: Module) -> Iterator[tuple[str, Instruction,
         for instruction in module.computations.get(computation, ()):
             if instruction.opcode.removesuffix("-start") not in _KINDS:
                 continue
-            # A TPU cuts a collective into a start, a middle and an end, each fused with other
-            # work, and writes it down in all three: they share a channel and a chain.
+            # A TPU splits a collective into a start, a middle and an end, each fused with other
+            # work, and all three contain it: they share a channel and a chain.
             chain = re.search(r'chain_id="?(\w+)', instruction.rest)
             if chain is not None:
                 channel = re.search(r"channel_id=(\d+)", instruction.rest)
@@ -127,7 +127,7 @@ def _operands(module: Module, computation: str, instruction: Instruction) -> lis
 
 
 def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
-    """Returns how many devices take part in a group, and the axes that the group spans."""
+    """Returns how many devices are in a group, and the axes that the group spans."""
     sizes = tuple(mesh.values())
     pairs = instruction.attribute("source_target_pairs")
     if pairs:
@@ -159,7 +159,7 @@ def replica_groups(text: str, devices: int) -> list[list[int]]:
 
 
 def _named_groups(mesh: str, rest: str) -> list[list[int]]:
-    """Returns the groups of `mesh['a'=2,'b'=4] {'a'}`; of an axis it may take a part, `'b':(2)2`."""
+    """Returns the groups of `mesh['a'=2,'b'=4] {'a'}`, which may use a part of an axis, `'b':(2)2`."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     order = np.arange(math.prod(sizes.values()))
     given = re.search(r"device_ids=\(?\[?([\d,\s]+)", rest)
@@ -168,7 +168,7 @@ def _named_groups(mesh: str, rest: str) -> list[list[int]]:
     used = re.findall(
         r"'([^']+)'(?::\((\d+)\)(\d+))?", rest[rest.rindex("{") :] if "{" in rest else ""
     )
-    # Each axis is cut into what comes before a part, the part, and what comes after it.
+    # Each axis is divided into the dims before a part, the part itself, and those after it.
     dims: list[int] = []
     chosen: list[int] = []
     for name, size in sizes.items():
@@ -193,7 +193,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def by_axis(rows: Sequence[Collective]) -> dict[str, dict[str, tuple[int, int]]]:
-    """Returns for each set of axes and each kind how many a step runs, and the bytes sent."""
+    """Returns, by axes and kind, how many collectives a step runs and the bytes sent."""
     table: dict[str, dict[str, tuple[int, int]]] = {}
     for row in rows:
         kinds = table.setdefault(",".join(row.axes), {})

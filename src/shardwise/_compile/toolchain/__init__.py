@@ -1,4 +1,4 @@
-"""The compilers as processes: what is installed, how they are run, what they said before."""
+"""The compilers as processes: what is installed, how they are run, and the cache of results."""
 
 from .installed import find_compiler as find_compiler
 from .noise import start_backends as start_backends

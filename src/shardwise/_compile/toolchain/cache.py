@@ -1,4 +1,4 @@
-"""Compilations on disk: one file each, which counts only if every byte of it is as it was written."""
+"""Compilations on disk: one file each, used only if every byte of it is intact."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-# Part of every entry's key and header: a version that keeps something else changes it.
+# Part of every entry's key and header: change it when the contents of entries change.
 FORMAT = 3
 _MOST = 200
 _DAY_SECONDS = 86_400.0
 
 
 def cache_folder() -> Path | None:
-    """Returns where compilations are kept; None where this user has no home for them."""
+    """Returns the folder of the cache; None if this user has no home folder."""
     given = os.environ.get("SHARDWISE_CACHE")
     if given:
         return Path(given)
@@ -32,7 +32,7 @@ def cache_folder() -> Path | None:
 
 
 def read_entry(folder: Path | None, key: str) -> dict[str, Any] | None:
-    """Returns what was kept under `key`; None if nothing was, or if what is there is damaged."""
+    """Returns the entry of `key`; None if there is none, or if it is damaged."""
     if folder is None:
         return None
     place = folder / key
@@ -45,17 +45,16 @@ def read_entry(folder: Path | None, key: str) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict):
         return None
-    # So that it is among the last to go; a cache that cannot be written can still be read.
+    # Mark it as recently used; a cache that is read-only still works.
     with contextlib.suppress(OSError):
         os.utime(place)
     return found
 
 
 def write_entry(folder: Path | None, key: str, fields: dict[str, Any]) -> str:
-    """Keeps `fields` in place of what was there; returns why that is impossible, or nothing.
+    """Writes or replaces an entry; returns why that is impossible, or an empty string.
 
-    The file appears complete or not at all, so that processes that keep the same entry at once
-    do no harm to each other.
+    The file appears complete or not at all, so processes may write the same entry at once.
     """
     if folder is None:
         return "this user has no home folder"
@@ -85,13 +84,13 @@ def _header(key: str, packed: bytes) -> dict[str, Any]:
 
 
 def _make_way(place: Path) -> None:
-    """Removes a folder that is where a file belongs: older versions kept each entry in one."""
+    """Removes a folder in place of a file: older versions stored each entry in a folder."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place, ignore_errors=True)
 
 
 def _make_room(folder: Path) -> None:
-    """Removes the entries that were used longest ago, and what killed processes left behind."""
+    """Removes the least recently used entries, and what killed processes left behind."""
     ages: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for place in folder.iterdir():

@@ -1,4 +1,4 @@
-"""A GPU as XLA's compiler wants it described, rendered from the table of chips."""
+"""The description of a GPU for XLA's compiler, rendered from the table of chips."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def target_config(chips: Chips) -> str:
     chip, gpu = chips.chip, chips.chip.gpu
     assert gpu is not None
     major, minor = gpu.capability
-    # Kernels for one architecture alone, as the compiler picks on a real one from Hopper on.
+    # Architecture-specific kernels, which the compiler picks on real GPUs since Hopper.
     feature = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
 gpu_device_info {{

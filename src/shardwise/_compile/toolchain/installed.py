@@ -1,4 +1,4 @@
-"""Which compilers for absent chips are installed, and how to get those that are not."""
+"""Which compilers for absent chips are installed, and how to install the others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from ..._chips import Chips
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiler:
-    """One compiler, as it is installed here.
+    """One compiler, as installed on this machine.
 
     Attributes:
         platform: `tpu` or `gpu`.
-        versions: of each of its packages that is installed.
-        problem: what keeps it from being used, in one sentence with the command that mends it;
-            empty if nothing does.
+        versions: the version of each of its packages that is installed.
+        problem: why it cannot be used, with the command that fixes it; empty if it can.
     """
 
     platform: str
@@ -27,15 +26,15 @@ class Compiler:
 
 
 def find_compiler(platform: str) -> Compiler:
-    """Returns the compiler for a platform, or what is missing of it."""
+    """Returns the compiler for a platform, with what is missing if anything is."""
     return _tpu() if platform == "tpu" else _gpu()
 
 
 def require_compiler(chips: Chips) -> Compiler:
-    """Returns the compiler for a chips.
+    """Returns the compiler for the chips.
 
     Raises:
-        ValueError: it is not installed, or not of the right version.
+        ValueError: it is not installed, or has the wrong version.
     """
     found = find_compiler(chips.platform)
     if found.problem:
@@ -87,7 +86,7 @@ def _gpu() -> Compiler:
             got = versions[wrong[0]] or "not installed"
             commands = " ".join(f"{name}=={jaxlib}" for name in names)
             problem = (
-                f"needs {wrong[0]} of jaxlib's version {jaxlib}, but it is {got}: "
+                f"needs {wrong[0]} {jaxlib}, the version of jaxlib, but it is {got}: "
                 f"pip install {commands}"
             )
         return Compiler("gpu", have, problem)

@@ -1,4 +1,4 @@
-"""What compilers and JAX's backends print by themselves: kept apart from what the user prints."""
+"""Separates what compilers and JAX's backends print from what the user's code prints."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import jax
 
 @contextlib.contextmanager
 def compiler_noise() -> Iterator[Callable[[], str]]:
-    """Withholds what C++ writes to stderr; yields a function that returns it.
+    """Captures what C++ writes to stderr; yields a function that returns it.
 
-    Descriptor 2 belongs to the whole process, and XLA offers no other way to its messages. Python's
-    own stderr keeps writing where it wrote before: what the user's code, its other threads and
-    its loggers print is not ours to withhold. Only what they write past Python, to descriptor 2
-    itself, is taken for the compiler's meanwhile; it is in the result, like the rest.
+    Descriptor 2 belongs to the whole process, and XLA offers no other access to its messages.
+    Python's own stderr keeps writing where it wrote before: what the user's code, its other threads
+    and its loggers print must not be captured. Only what they write directly to descriptor 2 in the
+    meantime is mistaken for the compiler's output, and is part of the result.
     """
     text: list[str] = []
     try:
         before = os.dup(2)
-    except OSError:  # closed: there is nothing to withhold
+    except OSError:  # closed: there is nothing to capture
         yield lambda: ""
         return
     with tempfile.TemporaryFile() as file:
@@ -51,9 +51,9 @@ def compiler_noise() -> Iterator[Callable[[], str]]:
 
 @contextlib.contextmanager
 def _python_writes_to(number: int) -> Iterator[None]:
-    """Lets Python's stderr, whoever holds it, write to descriptor `number` instead of 2.
+    """Makes Python's stderr write to descriptor `number` instead of 2.
 
-    The stream stays the same object, since loggers hold it: its file is opened anew in place.
+    The stream stays the same object, since loggers refer to it: its file is reopened in place.
     """
     files: list[Any] = []
     for stream in (sys.stderr, sys.__stderr__):
@@ -77,21 +77,21 @@ def _open_anew(file: Any, number: int) -> None:
 
 
 def start_backends() -> str:
-    """Starts JAX's backends, unless they are started; returns what is printed about it.
+    """Starts JAX's backends unless they are running; returns what they print.
 
-    With compilers installed and no accelerator here, JAX tells at length of each that it does
-    not find, by logging as well as in C++; `shardwise doctor` tells it in a line. Started here,
-    before the user's code is traced, they are not started by it.
+    If compilers are installed and no accelerator is present, JAX reports at length each one that it
+    does not find, both by logging and from C++; `shardwise doctor` needs one line. Starting them
+    here keeps the tracing of the user's code from starting them.
     """
-    held = _ThisThread(sys.stderr)
-    with compiler_noise() as noise, contextlib.redirect_stderr(held):  # pyright: ignore[reportArgumentType] - it has all that is used
-        with contextlib.suppress(RuntimeError):  # who needs devices is told so by JAX
+    stream = _ThisThread(sys.stderr)
+    with compiler_noise() as noise, contextlib.redirect_stderr(stream):  # pyright: ignore[reportArgumentType] - it has all that is used
+        with contextlib.suppress(RuntimeError):  # JAX raises it again when devices are needed
             jax.devices()
-    return held.text + noise()
+    return stream.text + noise()
 
 
 class _ThisThread:
-    """A stream that keeps what this thread writes and hands on what others do."""
+    """A stream that keeps what this thread writes and forwards what others write."""
 
     def __init__(self, stream: Any) -> None:
         self.text = ""

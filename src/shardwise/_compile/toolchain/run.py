@@ -1,4 +1,4 @@
-"""Compiles a lowered program, here or by a process of its own, and remembers what came of it."""
+"""Compiles a lowered program, in this process or in another, and caches the result."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 @public
 class CompileError(ValueError):
-    """The compiler refused the program, or the chips."""
+    """The compiler rejected the program or the chips."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """What a compiler made.
+    """The result of a compiler.
 
     Attributes:
-        hlo: the optimised HLO, or nothing where the compiler gave none.
+        hlo: the optimised HLO, or empty if the compiler returned none.
         stats: its memory statistics by name, in bytes.
-        refused: why it will not run, in the compiler's words, or nothing.
+        refused: why the compiler rejected it, in its own words, or empty.
         noise: what the compiler printed.
         seconds: how long it took.
-        alive: the temporaries that are alive together when they take most of the memory, each by
-            its value's name, type and bytes; None where the compiler did not say.
-        cached: whether it was compiled before.
+        alive: the temporaries alive at the memory peak, each with its value's name, type and bytes;
+            None if the compiler does not report them.
+        cached: whether it comes from the cache.
     """
 
     hlo: str
@@ -73,13 +73,13 @@ class Program:
 
 
 def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Program:
-    """Returns what the compiler of a mesh's devices makes of a program, in this process.
+    """Returns a program compiled for the devices of a mesh, in this process.
 
-    JAX's own cache of compilations is passed by: what it has kept says nothing of what the
-    compiler printed, and has the lines of whoever compiled it first.
+    JAX's own compilation cache is bypassed: its entries lack what the compiler printed, and have
+    the source lines of whoever compiled them first.
 
     Raises:
-        CompileError: it refused it for another reason than memory.
+        CompileError: the compiler rejected it for a reason other than memory.
     """
     try:
         return _compiled_here(lowered, mesh, options)
@@ -96,7 +96,7 @@ def _compiled_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Prog
             done = compiled(module, list(mesh.devices.flat), with_dump(dict(options), dump))
         except jax.errors.JaxRuntimeError as error:
             if status_of(error) != "RESOURCE_EXHAUSTED":
-                raise CompileError(f"the compiler refused the step: {_first(error)}") from error
+                raise CompileError(f"the compiler rejected the step: {_first(error)}") from error
             refused = str(error)
         alive = alive_at_peak(dump)
     if done is None:
@@ -114,19 +114,19 @@ def compile_absent(
     *,
     show: bool = True,
 ) -> Program:
-    """Returns what the compiler of chips that are not here makes of a program.
+    """Returns a program compiled for absent chips.
 
     Args:
         module: StableHLO, as bytecode.
-        chips: the chips; None for as many CPU devices, which need not be here either.
+        chips: the chips; None for as many CPU devices, which need not exist either.
         mesh: the sizes of the mesh's axes, in order.
-        options: of XLA, by name.
-        same: a text that is the same for the same program, by which it is remembered.
-        show: whether to say on the terminal that it is at work.
+        options: XLA options, by name.
+        same: a text that identifies the program in the cache.
+        show: whether to show on the terminal that the compiler is running.
 
     Raises:
         ValueError: the compiler is not installed.
-        CompileError: it refused the topology, or the program for another reason than memory.
+        CompileError: it rejected the topology, or the program for a reason other than memory.
     """
     request = {**_topology(chips), "mesh": list(mesh.values()), "options": dict(options)}
     versions = {name: version_of(name) for name in ("shardwise", "jax", "jaxlib")}
@@ -134,8 +134,8 @@ def compile_absent(
         versions |= require_compiler(chips).versions
     worker = _WORKER.read_text()
     digest = hashlib.sha256(same.encode())
-    told = [FORMAT, request, versions, worker]
-    digest.update(json.dumps(told, sort_keys=True, default=str).encode())
+    parts = [FORMAT, request, versions, worker]
+    digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
     key = digest.hexdigest()[:32]
     kept = _kept(key)
     if kept is not None:
@@ -165,15 +165,15 @@ def compile_absent(
         )
         if not (program.hlo or program.refused):
             raise CompileError(
-                f"the compiler for {chips or 'the CPU'} gave no program, and no reason: see whether "
-                f"{tempfile.gettempdir()} has room"
+                f"the compiler for {chips or 'the CPU'} returned neither a program nor an error: check "
+                f"that {tempfile.gettempdir()} has free space"
             )
     _keep(key, program, show)
     return program
 
 
 def _topology(chips: Chips | None) -> dict[str, Any]:
-    """Returns what the worker must know of the chips."""
+    """Returns what the worker must know about the chips."""
     if chips is None:
         return {"platform": "cpu"}
     options: dict[str, Any] = {}
@@ -184,28 +184,28 @@ def _topology(chips: Chips | None) -> dict[str, Any]:
     }
     if chips.platform == "gpu":
         hosts, gpus = chips.topology
-        # As on real hosts, where each is a domain of NVLink by itself.
+        # As on real machines, where each host is its own NVLink domain.
         request |= {"topology": f"{hosts}x1x{gpus}", "target_config": target_config(chips)}
     elif chips.chip.name == "v4":
         # As in the cloud, where the two cores of a chip are one device.
         options["chip_config_name"] = "megacore"
     if chips.platform == "tpu" and math.prod(chips.topology) <= 2:
-        # Less than a whole host, which older versions must be told.
+        # Older versions must be told that this is less than one host.
         options["chips_per_host_bounds"] = (*chips.topology, 1)[:3]
     return request
 
 
 def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
-    """Returns a mesh of compile-only devices in this very process.
+    """Returns a mesh of compile-only devices in this process.
 
-    For programs that are partitioned by Python functions, such as cuDNN's attention: those
-    cannot be handed to another process.
+    For programs that are partitioned by Python functions, such as cuDNN's attention, and cannot be
+    passed to another process.
 
     Raises:
         ValueError: the compiler is not installed, or does not know the topology.
     """
     require_compiler(chips)
-    start_backends()  # and with them the plugins are found
+    start_backends()  # which also finds the plugins
     with compiler_noise():
         try:
             devices = topology_devices(_topology(chips))
@@ -226,7 +226,7 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
     command = [sys.executable, "-P", str(_WORKER), str(folder / "request.json"), str(folder)]
     command.append(str(os.getpid()))
     with (folder / "noise").open("wb") as noise, working(words, show=bool(words)):
-        # In a group of its own: an interrupt at the terminal is ours to pass on.
+        # In its own process group: this process forwards an interrupt at the terminal.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -246,18 +246,18 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
 
 
 def _kill(process: subprocess.Popen[Any]) -> None:
-    """Ends the compiler's process, and waits until the system has forgotten it."""
+    """Kills the compiler's process and reaps it."""
     process.kill()
-    # Not `process.wait`: whoever was interrupted may be within it, and has its lock.
+    # Not `process.wait`: the interrupted code may be inside it, holding its lock.
     with contextlib.suppress(ChildProcessError):
         os.waitpid(process.pid, 0)
 
 
 def _result(folder: Path, code: int, noise: str, chips: Chips | None) -> dict[str, Any]:
-    """Returns what the worker wrote, or raises what it says in one sentence."""
+    """Returns what the worker wrote, or raises its error in one sentence."""
     path = folder / "result.json"
     result = {}
-    with contextlib.suppress(OSError, ValueError):  # none, or cut short
+    with contextlib.suppress(OSError, ValueError):  # missing or truncated
         result = json.loads(path.read_text())
     if "missing" in result:
         raise missing(result["missing"], result["why"])
@@ -267,13 +267,13 @@ def _result(folder: Path, code: int, noise: str, chips: Chips | None) -> dict[st
             f"{_first(result['topology_error'])}"
         )
     if "error" in result and result["status"] != "RESOURCE_EXHAUSTED":
-        raise CompileError(f"the compiler refused the step: {_first(result['error'])}")
+        raise CompileError(f"the compiler rejected the step: {_first(result['error'])}")
     if not result:
         fatal = [line for line in noise.splitlines() if "Check failed" in line or "Error" in line]
         why = fatal[0].partition("] ")[2] or fatal[0] if fatal else noise.strip()[-300:]
-        ended = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
+        ended = f"was killed by signal {-code}" if code < 0 else f"exited with status {code}"
         raise CompileError(
-            f"the compiler for {option('on', str(chips))} {ended}: {why or 'no word'}"
+            f"the compiler for {option('on', str(chips))} {ended}: {why or 'no output'}"
         )
     return result
 
@@ -283,15 +283,15 @@ def _first(error: Any) -> str:
     return lines[0][:500] if lines else type(error).__name__
 
 
-# What a kept program is made of; one of other names or types is another version's.
+# The fields of a cached program; one with other names or types is from another version.
 _FIELDS = {"hlo": str, "stats": dict, "refused": str, "noise": str, "seconds": float}
 _KINDS = ({**_FIELDS, "alive": list}, {**_FIELDS, "alive": type(None)})
 
-_said: set[str] = set()  # the folders that a note was printed of
+_noted: set[str] = set()  # the folders that a note was printed for
 
 
 def _kept(key: str) -> Program | None:
-    """Returns the program that was kept under `key`, if it is as a compiler made it."""
+    """Returns the cached program of `key`, if there is a valid one."""
     found = read_entry(cache_folder(), key)
     if found is None or {name: type(value) for name, value in found.items()} not in _KINDS:
         return None
@@ -302,20 +302,20 @@ def _kept(key: str) -> Program | None:
         isinstance(row, list) and [*map(type, row)] == [str, str, int] for row in alive or ()
     ):
         return None
-    # No compiler ends without a program and without a word of why.
+    # A compiler always returns a program or an error.
     return Program(**found, cached=True) if found["hlo"] or found["refused"] else None
 
 
 def _keep(key: str, program: Program, show: bool) -> None:
-    """Keeps a program for the next time; says once where that is impossible."""
+    """Caches a program; prints a note, once, if that is impossible."""
     fields = dataclasses.asdict(program)
     del fields["cached"]
     folder = cache_folder()
     problem = write_entry(folder, key, fields)
-    if problem and show and str(folder) not in _said:
-        _said.add(str(folder))
+    if problem and show and str(folder) not in _noted:
+        _noted.add(str(folder))
         print(
-            f"note: compilations are not kept, since {folder or 'the cache'} cannot be written: "
+            f"note: compilations are not cached because {folder or 'the cache'} cannot be written: "
             f"{problem} (SHARDWISE_CACHE names another folder)",
             file=sys.stderr,
         )

@@ -1,10 +1,10 @@
-"""Compiles one program for chips that are not here; run as a process of its own.
+"""Compiles one program for absent chips; runs as its own process.
 
     python _compile_worker.py REQUEST.json FOLDER PID
 
-A process, since the compilers read the environment, print to the terminal, take a lock, and end
-the process on inputs that they do not foresee. It imports JAX and nothing of Shardwise: what it
-reaches of JAX's private names is in the table of `_jax/private.py` too, which words the error.
+A process, since the compilers read the environment, print to the terminal, take a lock, and abort
+on unexpected inputs. It imports JAX but not Shardwise: the private names of JAX that it uses are
+also in the table of `_jax/private.py`, which has the error message.
 """
 
 import importlib
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 _ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # no accelerator is looked for
-    "TPU_SKIP_MDS_QUERY": "1",  # nor a metadata server
+    "JAX_PLATFORMS": "cpu",  # do not look for an accelerator
+    "TPU_SKIP_MDS_QUERY": "1",  # nor for a metadata server
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5p-8",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process dies on the first one's lock
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second process fails on the lock of the first
 }
 
 
@@ -31,13 +31,13 @@ class Missing(Exception):
     """The installed JAX does not have a private name that compiling needs."""
 
     def __init__(self, name: str, why: str):
-        """Takes the dotted name, and what Python says of it."""
+        """Takes the dotted name and Python's error message."""
         super().__init__(why)
         self.name = name
 
 
 def reach(module: str, name: str) -> Any:
-    """Returns a name of a module that JAX may move."""
+    """Returns a name from a module, which JAX may move."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -54,7 +54,7 @@ def _ask(executable: Any, method: str) -> Any:
 
 
 def main(request_path: str, folder: str) -> None:
-    """Writes `result.json`, and `hlo.txt` where there is a program."""
+    """Writes `result.json`, and `hlo.txt` if there is a program."""
     request = json.loads(Path(request_path).read_text())
     try:
         result = _result(request, folder)
@@ -83,7 +83,7 @@ def _result(request: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def status_of(error: BaseException) -> str:
-    """Returns XLA's name of what went wrong, such as `RESOURCE_EXHAUSTED`, if XLA raised it."""
+    """Returns XLA's status, such as `RESOURCE_EXHAUSTED`, if XLA raised the error."""
     return getattr(error, "error_code_string", "")
 
 
@@ -92,7 +92,7 @@ def _write(folder: str, result: dict[str, Any]) -> None:
 
 
 def memory_stats(executable: Any) -> dict[str, int]:
-    """Returns what a compiler says of an executable's memory, in bytes by name, if anything."""
+    """Returns an executable's memory statistics, in bytes by name, if the compiler has any."""
     stats = _ask(executable, "get_compiled_memory_stats")
     if stats is None:
         return {}
@@ -106,18 +106,18 @@ def hlo_text(executable: Any) -> str:
 
 
 def with_dump(options: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns the options, with which the compiler also writes down where its buffers are."""
+    """Returns the options, extended so that the compiler also dumps its buffer assignment."""
     return {"xla_dump_to": str(folder), **options}
 
 
 def alive_at_peak(folder: Path) -> list[tuple[str, str, int]] | None:
-    """Returns the temporaries that share a device's main memory when they take most of it.
+    """Returns the temporaries in a device's main memory at its peak.
 
-    Each is the name of its value, `fusion.3{1}`, with its type and its bytes; no two overlap. None
-    where the compiler did not write down its buffers.
+    Each has the name of its value, `fusion.3{1}`, its type and its bytes; no two overlap. None if
+    the compiler did not dump its buffers.
 
     Args:
-        folder: what the compiler has dumped; it is removed.
+        folder: the compiler's dump; it is removed.
     """
     try:
         (assignment,) = folder.glob("*-buffer-assignment.txt")
@@ -143,7 +143,7 @@ def _alive_at_peak(assignment: str, ranges: str) -> list[tuple[str, str, int]]:
     for line in assignment.split("\n"):
         if line.startswith("allocation "):
             allocation += 1
-            # Other colours are other memories, such as the one on a TPU's chip.
+            # Other colours are other memories, such as a TPU's on-chip memory.
             temporary = "preallocated-temp" in line and ", color" not in line
         elif temporary and (value := _VALUE.fullmatch(line)):
             name = value[1] if value[1].endswith("}") else value[1] + "{}"
@@ -154,7 +154,7 @@ def _alive_at_peak(assignment: str, ranges: str) -> list[tuple[str, str, int]]:
     best: tuple[int, list[Any]] = (0, [])
     for most, moment in _fullest(values):
         if most <= best[0]:
-            break  # those that share bytes only make it less
+            break  # excluding overlaps can only lower the total
         apart = _apart([held for start, end, held in values if start <= moment <= end])
         total = sum(held[2] for held in apart)
         if total > best[0]:
@@ -163,7 +163,7 @@ def _alive_at_peak(assignment: str, ranges: str) -> list[tuple[str, str, int]]:
 
 
 def _fullest(values: list[tuple[int, int, Any]]) -> list[tuple[int, int]]:
-    """Returns the bytes of all that is alive at each moment at which something begins, most first."""
+    """Returns the bytes alive at each moment when something begins, with its moment, largest first."""
     changes: list[tuple[int, int, int]] = []
     for start, end, held in values:
         changes += [(start, 0, held[2]), (end, 1, -held[2])]
@@ -176,7 +176,7 @@ def _fullest(values: list[tuple[int, int, Any]]) -> list[tuple[int, int]]:
 
 
 def _apart(alive: list[tuple[int, int, int, str, str]]) -> list[tuple[int, int, int, str, str]]:
-    """Returns those that overlap no other: of values that share their bytes, the largest."""
+    """Returns values that do not overlap: of those that share bytes, the largest."""
     kept: list[tuple[int, int, int, str, str]] = []
     ends: dict[int, int] = {}
     for held in sorted(alive, key=lambda held: (held[0], held[1], -held[2])):
@@ -188,7 +188,7 @@ def _apart(alive: list[tuple[int, int, int, str, str]]) -> list[tuple[int, int, 
 
 
 def topology_devices(request: dict[str, Any]) -> list[Any]:
-    """Returns compile-only devices of the topology that is asked for."""
+    """Returns compile-only devices of the requested topology."""
     if request["platform"] == "cpu":
         import jax
 
@@ -215,7 +215,7 @@ def _topology(*args: Any, **options: Any) -> Any:
 def known_fields(config: str, topology: str) -> str:
     """Returns the description of a GPU without the fields that this version does not know.
 
-    The compiler does not say which one it stumbled over, so it is asked about each by itself.
+    The compiler does not say which field it rejects, so each is tried on its own.
     """
     if _parses(config, topology):
         return config
@@ -248,13 +248,13 @@ def arranged(devices: list[Any], shape: list[int]) -> list[Any]:
 
     try:
         made = mesh_utils.create_device_mesh(shape, devices)
-    except NotImplementedError:  # the axes are no products of the torus's: `sw.mesh` does the same
+    except NotImplementedError:  # the axes do not match the torus: `sw.mesh` does the same
         made = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return list(made.flat)
 
 
 def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
-    """Returns the executable that the target's own compiler makes of a StableHLO module."""
+    """Returns the executable of a StableHLO module, compiled by the chips' own compiler."""
     import numpy as np
 
     get_compile_options = reach("jax.extend.backend", "get_compile_options")
@@ -272,13 +272,13 @@ def compiled(module: bytes, devices: list[Any], options: dict[str, Any]) -> Any:
         parsed = ir_module.parse(module)
         client = devices[0].client
         there = device_list(tuple(devices))
-        # Devices that are here load what they compile; compile-only ones cannot.
+        # Present devices load what they compile; compile-only ones cannot.
         only = "CompileOnly" in type(client).__name__
         return (client.compile if only else client.compile_and_load)(parsed, there, given)
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """Ends this process, and removes its folder, when the one that asked for it is gone."""
+    """Ends this process and removes its folder when its parent is gone."""
     while os.getppid() == parent:
         time.sleep(1.0)
     shutil.rmtree(folder, ignore_errors=True)

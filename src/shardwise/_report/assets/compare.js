@@ -1,11 +1,11 @@
-// Two sides compared: what moved, in leaves, memory, collectives and findings.
+// Two sides compared: what changed in leaves, memory, collectives and findings.
 
 function showCompared(element, sides, pickLeaf) {
   const [one, two] = sides;
   element.hidden = false;
   const maps = sides.map((side) => {
     const box = make("div", { class: "map" });
-    return make("div", {}, make("h3", {}, side.name), side.leaves.length ? box : make("p", { class: "faint" }, "It was read from a file, without its layout."));
+    return make("div", {}, make("h3", {}, side.name), side.leaves.length ? box : make("p", { class: "faint" }, "Read from a file, which has no layout."));
   });
   element.replaceChildren(make("h2", { id: "compared-title" }, `${one.name} against ${two.name}`),
     make("div", { class: "columns" }, maps),
@@ -13,7 +13,7 @@ function showCompared(element, sides, pickLeaf) {
   const largest = Math.max(one.tree.held, two.tree.held) || 1;
   sides.forEach((side, i) => {
     const box = maps[i].querySelector(".map");
-    // Areas are to one scale: the smaller side has the smaller map.
+    // Both maps have the same scale: the smaller side has the smaller map.
     if (box) new Treemap(box, side, { pickLeaf: (leaf) => pickLeaf(side, leaf), scale: Math.max(0.25, side.tree.held / largest), label: `${side.name}, bytes on each device` });
   });
 }
@@ -37,8 +37,8 @@ function leafDifferences(one, two) {
   if (!one.leaves.length || !two.leaves.length) return null;
   const change = ({ a, b, paths }) => ((b ? b.held : 0) - (a ? a.held : 0)) * paths.length;
   const groups = [...found.values()].sort((x, y) => Math.abs(change(y)) - Math.abs(change(x)));
-  if (!groups.length) return make("p", {}, "Every leaf has the same spec and bytes on both.");
-  const show = (leaf) => (leaf ? leaf.spec : "not there");
+  if (!groups.length) return make("p", {}, "Every leaf has the same spec and bytes in both.");
+  const show = (leaf) => (leaf ? leaf.spec : "absent");
   return make("div", {}, make("h3", {}, `Leaves that differ: ${[...found.values()].reduce((n, g) => n + g.paths.length, 0)}`),
     table(["leaf", one.name, two.name, "bytes/device", "", "change"], groups.slice(0, 400).map((group) => {
       const { a, b, paths } = group;

@@ -1,4 +1,4 @@
-// What the page was given, made handy: leaves with names, sizes in words, and the tree of modules.
+// The data of the page, prepared: leaves with named fields, sizes as text, and the tree of modules.
 
 const LEAF_FIELDS = [
   "path", "kind", "dtype", "shape", "spec", "cuts", "shard", "bytes", "held", "copies",
@@ -25,7 +25,7 @@ function readSide(raw, number) {
   return side;
 }
 
-// How a leaf is cut, as the set of axes that cut it: what colours stand for.
+// How a leaf is split, as the set of axes that split it: what colours stand for.
 function groupOf(leaf, side) {
   if (leaf.faults.length) return "error";
   const used = new Set(leaf.cuts.flat().filter((axis) => side.sizes[axis] > 1));
@@ -58,7 +58,7 @@ function showBytes(count) {
   return `${tenths(count)} TiB`;
 }
 
-// As Python rounds: what lies just between two goes to the even one.
+// As Python rounds: ties go to the even number.
 function tenths(count) {
   const [low, rest] = [Math.floor(count * 10), (count * 10) % 1];
   return ((rest === 0.5 ? low + (low % 2) : Math.round(count * 10)) / 10).toFixed(1);
@@ -117,7 +117,7 @@ function finish(node) {
   node.sign = leaf ? `${leaf.kind}|${leaf.dtype}|${leaf.shape}|${leaf.spec}` : `(${inner})`;
 }
 
-// Returns a node's children, runs of numbered ones that are alike as one that stands for all.
+// Returns a node's children, with runs of identical numbered ones folded into one.
 function folded(node) {
   if (node.folded) return node.folded;
   const runs = [];
@@ -137,7 +137,7 @@ function foldNode(members) {
   return standIn(first, members, name);
 }
 
-// Like `first`, but for all members: its sizes are theirs together.
+// Like `first`, but for all members: its sizes are their sums.
 function standIn(first, members, name) {
   const sum = (field) => members.reduce((total, member) => total + member[field], 0);
   const groups = new Map();

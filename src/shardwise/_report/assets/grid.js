@@ -1,4 +1,4 @@
-// The devices of a mesh as a grid of cells, in the mesh's own order; arrow keys move in it.
+// The devices of a mesh as a grid of cells, in the mesh's order; arrow keys move within it.
 
 function coordinates(side, device) {
   const found = new Array(side.sizes.length);
@@ -12,7 +12,7 @@ function coordinates(side, device) {
 const showDevice = (side, device) =>
   coordinates(side, device).map((at, i) => `${side.axes[i]}=${at}`).join(",") || "the device";
 
-// The last axes run along the columns, as many as have room; a long one alone is wrapped.
+// As many of the last axes as fit run along the columns; a single long one is wrapped.
 function gridColumns(side) {
   let [columns, axes] = [1, 0];
   for (const size of [...side.sizes].reverse()) {

@@ -1,6 +1,6 @@
-// One leaf: its dims, who decided, and how it is cut: the array in parts, and who holds which.
+// One leaf: its dims, what decided its spec, and how it is split: its shards, and who holds which.
 
-// The part of a leaf that a device holds: for each dim where it starts and ends.
+// The slice of a leaf that a device holds: for each dim where it starts and ends.
 function sliceOf(side, leaf, device) {
   const at = coordinates(side, device);
   return leaf.shape.map((size, dim) => {
@@ -20,12 +20,12 @@ function partNumber(side, leaf, device) {
 
 function partColour(number, parts) {
   if (parts === 1) return "var(--whole)";
-  // Of one lightness, or nearly so, that white text stands on; neighbours differ a little in it.
+  // Nearly one lightness, so that white text is readable; neighbours differ a little.
   return `oklch(${number % 2 ? 0.5 : 0.56} 0.13 ${Math.round((360 * number) / parts)})`;
 }
 
 function showLeaf(element, side, leaf, members) {
-  const title = make("h2", { id: "leaf-title", tabindex: -1 }, leaf ? leaf.path : "No leaf is chosen");
+  const title = make("h2", { id: "leaf-title", tabindex: -1 }, leaf ? leaf.path : "No leaf selected");
   if (!leaf) {
     element.replaceChildren(title, make("p", { class: "faint" }, "Choose one in the tree or the map above."));
     return;
@@ -34,9 +34,9 @@ function showLeaf(element, side, leaf, members) {
     ? make("p", { class: "faint" }, `and ${members.length - 1} more like it, up to ${members[members.length - 1].path}`) : null;
   const facts = make("p", {},
     `${showShape(leaf.dtype, leaf.shape)}  ${leaf.kind}  `, make("code", {}, leaf.spec),
-    leaf.faults.length ? "" : `  ${showBytes(leaf.held)} of ${showBytes(leaf.bytes)} on each device (exact)  ${plural(leaf.copies, "copy", "copies")} of each part`);
+    leaf.faults.length ? "" : `  ${showBytes(leaf.held)} of ${showBytes(leaf.bytes)} on each device (exact)  ${plural(leaf.copies, "copy", "copies")} of each shard`);
   const names = leaf.names ? leaf.names.split(",") : [];
-  const dims = table(["dim", "size", "name", "axes", "ways", "of each part"],
+  const dims = table(["dim", "size", "name", "axes", "ways", "shard"],
     leaf.shape.map((size, dim) => [
       `${dim}`, `${size}`, names[dim] || "", (leaf.cuts[dim] || []).map((axis) => side.axes[axis]).join(", "),
       leaf.shard ? `${waysOf(side, leaf)[dim]}` : "", leaf.shard ? `${leaf.shard[dim]}` : "",
@@ -47,7 +47,7 @@ function showLeaf(element, side, leaf, members) {
     leaf.faults.map((text) => make("p", { class: "bad-text" }, text)));
   element.replaceChildren(title, ...[alike].filter(Boolean), facts,
     make("div", { class: "columns" }, make("div", {}, leaf.shape.length ? dims : make("p", { class: "faint" }, "A scalar has no dims."), why),
-      leaf.faults.length ? make("p", { class: "faint" }, "There is no drawing: it cannot be cut so.") : drawing(side, leaf)));
+      leaf.faults.length ? make("p", { class: "faint" }, "There is no drawing: the leaf cannot be split this way.") : drawing(side, leaf)));
 }
 
 function drawing(side, leaf) {
@@ -63,31 +63,31 @@ function drawing(side, leaf) {
     const part = owner[chosen];
     const mates = holders[part].map((device) => showDevice(side, device));
     const shown = mates.length > 8 ? `${mates.slice(0, 8).join("; ")} and ${mates.length - 8} more` : mates.join("; ");
-    told.textContent = `${showDevice(side, chosen)} holds ${showSlice(sliceOf(side, leaf, chosen))}, part ${part + 1} of ${parts}; held by ${plural(mates.length, "device")}: ${shown}`;
+    told.textContent = `${showDevice(side, chosen)} holds ${showSlice(sliceOf(side, leaf, chosen))}, shard ${part + 1} of ${parts}; held by ${plural(mates.length, "device")}: ${shown}`;
     cells.forEach((cell, number) => cell.classList.toggle("chosen", number === part));
     grid.draw(chosen);
   };
   const pick = (device) => { chosen = device; tell(); };
   const grid = deviceGrid(side, {
-    label: `Devices, coloured by the part of ${leaf.path} that each holds`, chosen, pick,
+    label: `Devices, coloured by the shard of ${leaf.path} that each holds`, chosen, pick,
     paint: (device) => ({
       fill: partColour(owner[device], parts), text: `${owner[device] + 1}`, mate: owner[device] === owner[chosen],
-      title: `${showDevice(side, device)} holds ${showSlice(sliceOf(side, leaf, device))}, part ${owner[device] + 1} of ${parts}`,
+      title: `${showDevice(side, device)} holds ${showSlice(sliceOf(side, leaf, device))}, shard ${owner[device] + 1} of ${parts}`,
     }),
   });
   const array = arrayDrawing(side, leaf, ways, (part, cell) => {
     cells[part] = cell;
     cell.addEventListener("click", () => pick(holders[part][0]));
-    return { fill: partColour(part, parts), title: `part ${part + 1} of ${parts}: ${showSlice(sliceOf(side, leaf, holders[part][0]))}, held by ${plural(holders[part].length, "device")}` };
+    return { fill: partColour(part, parts), title: `shard ${part + 1} of ${parts}: ${showSlice(sliceOf(side, leaf, holders[part][0]))}, held by ${plural(holders[part].length, "device")}` };
   });
   const box = make("div", { class: "drawing" },
-    make("figure", {}, array, make("figcaption", {}, `The array in ${plural(parts, "part")}`)),
-    make("figure", {}, grid.element, make("figcaption", {}, `${plural(side.devices, "device")}, each with the number of its part`)), told);
+    make("figure", {}, array, make("figcaption", {}, `The array in ${plural(parts, "shard")}`)),
+    make("figure", {}, grid.element, make("figcaption", {}, `${plural(side.devices, "device")}, each with the number of its shard`)), told);
   tell();
   return box;
 }
 
-// The array's last two dims are drawn as rows and columns; those before them as panels.
+// The last two dims of the array are drawn as rows and columns, the others as panels.
 function arrayDrawing(side, leaf, ways, paint) {
   const rank = ways.length;
   const [rows, columns] = [rank > 1 ? ways[rank - 2] : 1, rank ? ways[rank - 1] : 1];
@@ -107,7 +107,7 @@ function arrayDrawing(side, leaf, ways, paint) {
   const [width, height] = [across * (w + gap) + 24, down * (h + gap + head) + 24];
   const picture = make("svg", {
     class: "array", role: "img", viewBox: `-18 -18 ${width} ${height}`, width, height,
-    "aria-label": `${leaf.path} of shape ${leaf.shape.join(" by ")} is cut into ${ways.join(" by ")} parts of ${leaf.shard.join(" by ")}.`,
+    "aria-label": `${leaf.path} of shape ${leaf.shape.join(" by ")} is split into ${ways.join(" by ")} shards of ${leaf.shard.join(" by ")}.`,
   });
   for (let panel = 0; panel < panels; panel++) {
     const [px, py] = [(panel % across) * (w + gap), Math.floor(panel / across) * (h + gap + head) + head];
@@ -126,7 +126,7 @@ function arrayDrawing(side, leaf, ways, paint) {
   return picture;
 }
 
-// As many panels in a line as make the whole most nearly square.
+// As many panels per line as make the drawing closest to a square.
 function panelsAcross(panels, high, wide) {
   let best = 1;
   const side = (across) => Math.max(across * (wide + 1), Math.ceil(panels / across) * (high + 1));

@@ -1,4 +1,4 @@
-// Small makers of elements, and a list that holds only the rows in sight.
+// Functions that create elements, and a list that holds only the visible rows.
 
 function make(tag, given = {}, ...children) {
   const svg = ["svg", "rect", "text", "title"].includes(tag);
@@ -15,7 +15,7 @@ function make(tag, given = {}, ...children) {
   return element;
 }
 
-// A long text in little room: whole when it is pointed at.
+// A long text, truncated; the full text is its tooltip.
 const short = (text) => (text.length > 40 ? make("span", { class: "short", title: text }, text) : text);
 const byId = (id) => document.getElementById(id);
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -28,7 +28,7 @@ function table(header, rows, given = {}) {
     make("table", {}, make("thead", {}, make("tr", {}, header.map((value, i) => cell("th", value, i)))), make("tbody", {}, body)));
 }
 
-// A list of rows that are all of one height: ten thousand of them cost what those in sight cost.
+// A list of rows of equal height: ten thousand of them cost no more than those in view.
 class RowList {
   // `draw(row, index)` returns the element of a row.
   constructor(element, draw, given = {}) {
@@ -42,7 +42,7 @@ class RowList {
     element.append(this.space);
     element.addEventListener("scroll", () => this.show(), { passive: true });
     addEventListener("resize", () => this.show(true));
-    // Paper has no scrolling: all of a sensible number of rows.
+    // Paper does not scroll: print all rows, up to a limit.
     addEventListener("beforeprint", () => { this.printing = true; this.show(true); });
     addEventListener("afterprint", () => { this.printing = false; this.show(true); });
   }
@@ -67,7 +67,7 @@ class RowList {
   }
 
   reveal(index) {
-    // What stands above the rows, such as their header, stays in sight and takes room.
+    // A header above the rows stays in view and takes up space.
     const top = index * this.height;
     const head = this.space.offsetTop - this.element.offsetTop;
     const { scrollTop, clientHeight } = this.element;

@@ -21,7 +21,7 @@ function showModel(side) {
   const element = byId("model");
   const title = make("h2", { id: "model-title" }, "The model");
   if (!side.leaves.length) {
-    element.replaceChildren(title, make("p", { class: "faint" }, "This compilation was read from a file, which has no layout: make the report where it is compiled."));
+    element.replaceChildren(title, make("p", { class: "faint" }, "This compilation was read from a file, which has no layout: create the report where it is compiled."));
     byId("leaf").hidden = true;
     tree = map = null;
     return;
@@ -35,7 +35,7 @@ function showModel(side) {
     pickLeaf: (leaf, members) => pickLeaf(leaf, members, "tree"),
     pickModule: (node) => map.zoom(node.members ? node.members[0].parent : node),
   });
-  // Something to look at from the start: the largest leaf.
+  // Start with the largest leaf.
   const largest = side.leaves.reduce((most, leaf) => (leaf.held > most.held ? leaf : most));
   map.chosen = largest;
   showLeaf(byId("leaf"), side, largest);
@@ -80,5 +80,5 @@ if (sides.length > 1) {
 }
 showSide(now);
 byId("foot").replaceChildren(make("p", {},
-  "exact: arithmetic on shapes. compiled: read from the target's own compiler. modelled: an estimate. Everything is in this file; nothing is loaded."));
+  "exact: arithmetic on shapes. compiled: reported by the chips' own compiler. modelled: an estimate. Everything is in this file; nothing is loaded."));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (map) map.draw(); });

@@ -1,4 +1,4 @@
-// The verdict, memory as a bar against the device's, and findings with their help.
+// The verdict, memory as a bar against the device's capacity, and findings with their help.
 
 const PART_COLOURS = {
   parameters: "--cut0", optimizer: "--cut1", batch: "--cut2", temporaries: "--cut3", "outputs and padding": "--cut4",
@@ -28,8 +28,8 @@ function memoryBar(side, most) {
     make("span", {}, make("span", { class: "swatch", style: `--c:var(${PART_COLOURS[name]})` }), ` ${name}`),
     showBytes(bytes), capacity ? showShare(bytes, capacity) : showShare(bytes, used), label,
   ]);
-  rows.push([make("b", {}, whole ? "peak" : "together"), make("b", {}, showBytes(used)), capacity ? showShare(used, capacity) : "", whole ? "compiled" : "exact"]);
-  if (capacity) rows.push(["the device has", showBytes(capacity), "", ""]);
+  rows.push([make("b", {}, whole ? "peak" : "total"), make("b", {}, showBytes(used)), capacity ? showShare(used, capacity) : "", whole ? "compiled" : "exact"]);
+  if (capacity) rows.push(["capacity", showBytes(capacity), "", ""]);
   return make("div", {}, bar, make("div", { class: "columns" },
     table(["", "bytes", capacity ? "of the device" : "share", ""], rows, { right: [1, 2], label: "Memory of one device" }),
     largestBuffers(side)));
@@ -45,7 +45,7 @@ function showMemory(element, sides) {
 
 function largestBuffers(side) {
   if (!side.compiled || !side.compiled.buffers.length) return null;
-  return make("details", { open: true }, make("summary", {}, "Largest temporaries at the peak (sizes compiled, which are alive modelled)"),
+  return make("details", { open: true }, make("summary", {}, "Largest temporaries at the peak (sizes compiled, lifetimes modelled)"),
     table(["shape", "", "bytes", "line", "module", "op"], side.compiled.buffers.map(([shape, count, bytes, place, module, op]) =>
       [shape, count > 1 ? `×${count}` : "", showBytes(bytes), place, module, short(op)]), { right: [2], label: "Largest temporaries" }));
 }

@@ -1,4 +1,4 @@
-// The mesh as a grid: a device, and all that it holds.
+// The mesh as a grid, and everything that one device holds.
 
 function showMesh(element, side, pickLeaf) {
   const axes = side.mesh.map(([axis, size]) => `${axis}=${size}`).join(",");
@@ -8,9 +8,9 @@ function showMesh(element, side, pickLeaf) {
   const held = side.leaves.reduce((total, leaf) => total + leaf.held, 0);
   const rows = new RowList(list, (leaf) => make("div", { class: "row", role: "listitem" },
     make("button", { type: "button", class: "link name", onclick: () => pickLeaf(leaf) }, leaf.path),
-    make("span", { class: "slice" }, leaf.faults.length ? "cannot be cut so" : showSlice(sliceOf(side, leaf, chosen))),
+    make("span", { class: "slice" }, leaf.faults.length ? "cannot be split this way" : showSlice(sliceOf(side, leaf, chosen))),
     make("span", { class: "right" }, showBytes(leaf.held)),
-    make("span", { class: "right faint" }, leaf.copies > 1 ? `one of ${leaf.copies}` : leaf.copies ? "the only one" : "")));
+    make("span", { class: "right faint" }, leaf.copies > 1 ? `one of ${leaf.copies}` : leaf.copies ? "only copy" : "")));
   const grid = deviceGrid(side, {
     label: `The mesh ${axes}`, chosen,
     pick: (device) => { chosen = device; show(); },

@@ -1,4 +1,4 @@
-// Collectives: by axis, by line of source, or each; sorted by the bytes that a device sends.
+// Collectives: by axis, by source line, or one by one; sorted by the bytes that a device sends.
 
 const COLLECTIVE = ["kind", "axes", "shape", "times", "bytes", "place", "module", "leaf", "op", "backward"];
 
@@ -42,14 +42,14 @@ const TRAFFIC_VIEWS = {
 function showTraffic(element, side) {
   const title = make("h2", { id: "traffic-title" }, "Collectives");
   if (!side.compiled) {
-    element.replaceChildren(title, make("p", { class: "faint" }, "Nothing was compiled: collectives are what a compiler inserts."));
+    element.replaceChildren(title, make("p", { class: "faint" }, "Not compiled: only the compiler knows which collectives it inserts."));
     return;
   }
   const rows = collectivesOf(side);
   const total = rows.reduce((sum, row) => sum + row.bytes, 0);
   const told = rows.length
     ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled)`
-    : side.compiled.flops === null ? "The collectives are unknown: the compiler gave no program." : "The compiled step has no collectives.";
+    : side.compiled.flops === null ? "The collectives are unknown: the compiler returned no program." : "The compiled step has no collectives.";
   const missing = Object.entries(side.compiled.not_counted).map(([name, times]) => times > 1 ? `${name} ×${times}` : name).join(", ");
   const work = side.compiled.flops === null ? "" : `${showFlops(side.compiled.flops)} and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)${missing && `; flops not counted: ${missing}`}`;
   const place = make("div", {});

@@ -1,4 +1,4 @@
-// The model as a tree: search, fold, sort; bytes as bars, what is whole in a colour of its own.
+// The model as a tree: search, fold, sort; bytes as bars, with replicated leaves in their own colour.
 
 class Tree {
   constructor(element, side, { pickLeaf, pickModule }) {
@@ -20,7 +20,7 @@ class Tree {
     const fold = make("input", { type: "checkbox", id: "fold", checked: true, onchange: () => this.set({ fold: fold.checked }) });
     const button = (text, act) => make("button", { type: "button", onclick: act }, text);
     this.told = make("p", { class: "told", role: "status" });
-    this.legend = make("div", { class: "legend", role: "group", "aria-label": "Show only what is cut so" },
+    this.legend = make("div", { class: "legend", role: "group", "aria-label": "Filter by how leaves are split" },
       this.side.groups.map((group) => this.legendEntry(group)));
     this.rows = make("div", { class: "tree", role: "treegrid", tabindex: 0, "aria-label": "Leaves of the model" });
     this.element.replaceChildren(
@@ -33,13 +33,13 @@ class Tree {
       ["leaf", "spec", "bytes/device", "", "copies"].map((text) => make("span", { role: "columnheader" }, text))));
     this.list = new RowList(this.rows, (row, index) => this.draw(row, index));
     this.rows.addEventListener("keydown", (event) => this.key(event));
-    // The first two levels are open, where they are few.
+    // The first two levels are open if there are few leaves.
     for (const node of folded(this.side.tree)) if (this.side.leaves.length < 400) this.open.add(node.path + node.name);
     this.set({});
   }
 
   legendEntry(group) {
-    const names = { whole: "whole on every device", error: "cannot be cut so", "one device": "on the one device" };
+    const names = { whole: "replicated", error: "cannot be split this way", "one device": "on the only device" };
     const entry = make("button", {
       type: "button", class: "key", "aria-pressed": false, "data-group": group.name,
       onclick: () => {
@@ -49,7 +49,7 @@ class Tree {
         this.set({});
       },
     }, make("span", { class: `swatch ${group.name === "whole" ? "hatched" : ""}`, style: `--c:var(${group.colour})` }),
-    `${names[group.name] || `cut over ${group.name}`} `,
+    `${names[group.name] || `split over ${group.name}`} `,
     make("span", { class: "faint" }, `${plural(group.count, "leaf", "leaves")}, ${showBytes(group.held)}`));
     return entry;
   }
@@ -64,7 +64,7 @@ class Tree {
       : `${plural(total, "leaf", "leaves")}, ${showBytes(this.side.tree.held)} of ${showBytes(this.side.tree.bytes)} on each device (exact)`;
   }
 
-  // The leaves that search and legend leave, or null for all.
+  // The leaves that match the search and the legend, or null for all.
   matching() {
     const { query, groups } = this.state;
     if (!query && !groups.size) return null;

@@ -21,7 +21,7 @@ class Treemap {
   }
 
   describe(label) {
-    const told = this.side.groups.map((g) => `${g.name === "whole" ? "whole on every device" : g.name}: ${showBytes(g.held)} in ${plural(g.count, "leaf", "leaves")}`);
+    const told = this.side.groups.map((g) => `${g.name === "whole" ? "replicated" : g.name}: ${showBytes(g.held)} in ${plural(g.count, "leaf", "leaves")}`);
     return `${label || "Bytes on each device, by leaf"}. ${told.join("; ")}. Arrow keys go through the leaves, largest first; Enter shows one.`;
   }
 
