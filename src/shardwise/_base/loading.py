@@ -1,4 +1,4 @@
-"""Importing a user's file, and what lies beside it, without taking an installed package's name."""
+"""Importing a user's file, and the modules beside it, without taking an installed package's name."""
 
 from __future__ import annotations
 

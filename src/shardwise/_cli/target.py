@@ -238,7 +238,7 @@ def _tell_shadowed(folder: str) -> None:
 
 def _shadowed(folder: str) -> dict[str, str]:
     """Returns a sentence for each module beside a target whose name another has, and that one."""
-    told: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for file, passed_over, found in shadowed(folder):
         name = os.path.relpath(passed_over, os.path.realpath(folder)).split(os.sep)[0]
         module = name.partition(".")[0]
@@ -246,5 +246,5 @@ def _shadowed(folder: str) -> dict[str, str]:
             f"{os.path.basename(file)} imports {module}, which is {found}, not {name} beside it: "
             f"rename {name} if that one is wanted"
         )
-        told.setdefault(sentence, found)
-    return told
+        sentences.setdefault(sentence, found)
+    return sentences

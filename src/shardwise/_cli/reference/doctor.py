@@ -32,8 +32,8 @@ def doctor(format: FormatOption = Format.text) -> None:
     if format is Format.json:
         tell_json(found)
         return
-    told = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    tell(f"Python {found['python']}, {told}")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    tell(f"Python {found['python']}, {versions}")
     tell(_tested(found))
     problems = [row["problem"] for row in found["internals"] if row["problem"]]
     for problem in problems:
