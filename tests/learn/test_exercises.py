@@ -19,7 +19,8 @@ from mistakes import WRONG
 
 import shardwise as sw
 from shardwise import learn
-from shardwise.learn import _check, _judge, _worker
+from shardwise._base import load_file
+from shardwise.learn import _check, _judge
 from shardwise.learn._compare import difference, show
 
 ROOT = Path(__file__).parents[2]
@@ -309,7 +310,7 @@ def test_an_import_that_fails_names_the_users_own_line(case, folder):
     file = folder / "mine.py"
     file.write_text(source)
     with pytest.raises((Exception, SystemExit)) as caught:
-        _worker._load(str(file))
+        load_file(str(file))
     told = _judge.one_sentence(caught.value)
     assert f"{told}, at {_judge.own_line(caught.value, str(file))}".startswith(text)
     sys.modules.pop("mine", None)

@@ -21,7 +21,9 @@ CLAIMS = {
     "README.md": (RESUMED, RESTORED),
     "docs/who.md": (RESUMED,),
     "docs/guides/checkpoints.md": (RESUMED, RESTORED),
-    "docs/guides/training.md": ("step/test_recipe.py::test_untrained_variables_stay_bitwise_equal",),
+    "docs/guides/training.md": (
+        "step/test_recipe.py::test_untrained_variables_stay_bitwise_equal",
+    ),
 }
 SAID = re.compile(r"\bbitwise\b|\bbit[- ]for[- ]bit\b|\bto the bit\b")
 

@@ -40,7 +40,11 @@ def test_every_file_of_the_package_is_in_it(wheel):
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
     pages = {f"shardwise/codes/{path.name}" for path in (ROOT / "docs" / "codes").iterdir()}
     assert inside == wanted | pages and "shardwise/codes/SW104.md" in pages
-    assert {"shardwise/py.typed", "shardwise/page/main.js", "shardwise/examples/text.txt"} <= inside
+    assert {
+        "shardwise/py.typed",
+        "shardwise/_report/assets/main.js",
+        "shardwise/examples/text.txt",
+    } <= inside
 
 
 def test_it_is_small(wheel):
