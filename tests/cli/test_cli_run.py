@@ -149,7 +149,7 @@ WRONG = {
     ),
     "no devices": (
         ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
-        "the layout is on data=8 of no devices, so nothing can be placed on it: give "
+        "the layout's mesh data=8 has no devices, so nothing can be placed on it: give "
         "--on here for the devices present, or --on cpu:8 for virtual ones",
     ),
     "nothing there": (

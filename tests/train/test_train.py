@@ -451,7 +451,7 @@ def test_layouts_that_cannot_train_are_refused():
         assert {f.path for f in caught.value.findings} == {"up.kernel", "down.kernel"}
         with pytest.raises(sw.LayoutError, match=r"the layout has float32\[64, 16\], the model"):
             make(given, other)
-        with pytest.raises(ValueError, match=r"data=8 of no devices.*layout.on\(sw.mesh"):
+        with pytest.raises(ValueError, match=r"data=8 has no devices.*layout.on\(sw.mesh"):
             make(given, nowhere)
         with pytest.raises(ValueError, match="the recipe is a Layout: see sw.Recipe"):
             make(layout, given)
