@@ -1,4 +1,4 @@
-"""Many processes: joining, watching, agreeing, launching."""
+"""Multiple processes: joining, monitoring, agreeing and launching."""
 
 from .agree import ProcessesDiffer as ProcessesDiffer
 from .agree import agreed_steps as agreed_steps
