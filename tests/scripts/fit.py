@@ -35,7 +35,7 @@ def make():
 
 
 class Slowly:
-    """Samples that take a while to read, so that a signal comes in the middle of a run."""
+    """Samples that take a while to read, so that a signal arrives in the middle of a run."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -65,7 +65,7 @@ recipe = sw.Recipe(
 )
 layout = sw.layout(make, sw.mesh(axes), sw.fsdp("data", min_bytes=0))
 checkpoints = sw.Checkpoints(directory, every=5)
-if "--timed" in sys.argv:  # it is always late: who saves, and when, depends on no clock
+if "--timed" in sys.argv:  # a save is always due, so that the test does not depend on the clock
     checkpoints = sw.Checkpoints(directory, keep=None, minutes=1e-9)
 state = sw.fit(
     recipe,

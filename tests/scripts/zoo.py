@@ -32,7 +32,7 @@ def one(name, directory):
     layout = sw.layout(make, sw.mesh("data=8"), sw.fsdp("data", min_bytes=0))
     state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
     assert not sw.audit(layout, state.to_model(make)).errors
-    if name == "oddments":  # a model that exists on this process is moved onto devices of all
+    if name == "oddments":  # move a model from this process to the devices of all processes
         assert not sw.audit(layout, sw.shard(make(), layout)).errors
         given = sw.train_state(recipe, layout, model=make())
         assert not sw.audit(layout, given.to_model(make)).errors
@@ -40,7 +40,7 @@ def one(name, directory):
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    if here.count > 1:  # one process only says what the losses must be
+    if here.count > 1:  # one process only provides the expected losses
         checkpoints = sw.Checkpoints(directory / name.replace(" ", "-"))
         checkpoints.save(2, state)
         checkpoints.close()
