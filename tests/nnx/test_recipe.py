@@ -397,12 +397,15 @@ LOSSES = {
         lambda m, b: m(b["x"]),
         "returned an array of shape (16, 16): it must return a scalar",
     ),
-    "number": (lambda m, b: 1.0, "returned a float"),
-    "nothing": (lambda m, b: None, "returned a NoneType"),
+    "number": (lambda m, b: 1.0, "returned a value of type float"),
+    "nothing": (lambda m, b: None, "returned a value of type NoneType"),
     "integer": (lambda m, b: jnp.sum(b["x"] > 0), "int32"),
     "three": (lambda m, b: (loss(m, b), {}, 1), "must return a scalar, or a scalar and a dict"),
-    "list": (lambda m, b: (loss(m, b), [1]), "returned as metrics a list: return a dict of names"),
-    "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned as metrics one named 'loss'"),
+    "list": (
+        lambda m, b: (loss(m, b), [1]),
+        "returned metrics of type list: return a dict of names",
+    ),
+    "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned a metric named 'loss', which is"),
 }
 
 

@@ -277,7 +277,7 @@ REFUSED = {
         "use sw.shard for a model that already has arrays",
     ),
     "no-model": (lambda: {"kernel": jnp.zeros(3)}, "returned a dict: it must return an nnx.Module"),
-    "not-callable": (None, "got a NoneType"),
+    "not-callable": (None, "builds the model, got NoneType"),
 }
 
 

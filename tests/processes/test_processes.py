@@ -1,4 +1,4 @@
-"""Training on many processes: the same losses, one checkpoint for all, and no hanging."""
+"""Training on several processes: the same losses, one shared checkpoint, and no hangs."""
 
 import json
 import os
@@ -16,9 +16,9 @@ import pytest
 from models import ZOO
 
 HERE = Path(__file__).parents[1] / "scripts"
-TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
-ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script gives, and 10 more
-# What one run has compiled, the next one reads. None is killed before it has compiled all.
+TOLERANCE = 2e-5  # relative, float32: sums are rounded in a different order
+ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script sets, plus 10
+# Each run reads what earlier ones compiled. None is killed before it has compiled everything.
 COMPILED = tempfile.TemporaryDirectory(prefix="shardwise-compiled-")
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
@@ -31,7 +31,7 @@ QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 def start(directory, axes, steps, processes, *options):
-    # As `shardwise launch` does, without its imports.
+    # Like `shardwise launch`, without its imports.
     command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
     command += [sys.executable, str(HERE / "fit.py"), str(directory), axes, str(steps), *options]
     return subprocess.Popen(
@@ -52,14 +52,14 @@ def run(directory, axes, steps, processes):
 
 
 def losses(directory):
-    """Returns the loss of each step, the last one told where a step was taken again."""
+    """Returns the loss of each step; for a repeated step, the last one reported."""
     lines = (Path(directory) / "logs" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {row["step"]: row["loss"] for row in rows}
 
 
 def read_until(process, pattern, seconds=120):
-    """Returns all matches' lines up to one that matches."""
+    """Returns all lines up to the first one that matches."""
     lines = []
     until = time.monotonic() + seconds
     for line in process.stdout:
@@ -90,7 +90,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory):
-    """The directory of a run by two processes."""
+    """The directory of a run on two processes."""
     directory = tmp_path_factory.mktemp("two")
     run(directory, "data=8", 12, 2)
     return directory
@@ -107,11 +107,11 @@ def test_losses_of_two_are_those_of_one_process(straight, by_two):
     assert_same(losses(by_two), straight)
 
 
-def test_all_save_at_the_same_steps_by_the_clock_and_wait_for_none(straight, tmp_path):
+def test_timed_saves_happen_at_the_same_steps_without_waiting(straight, tmp_path):
     process = start(tmp_path, "data=8", 8, 2, "--timed")
     output = process.communicate(timeout=180)[0]
     assert process.returncode == 0, output[:4000]
-    # What a step is late for is known two steps later: none waits for what the others say.
+    # A save that is due by time happens up to two steps later: no process waits for the others.
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == [3, 6, 8]
     assert_same(losses(tmp_path), straight, last=8)
 
@@ -120,7 +120,7 @@ def test_losses_of_four_are_those_of_one_process(straight, tmp_path):
     assert_same(run(tmp_path, "data=4,model=2", 12, 4), straight)
 
 
-def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_two, tmp_path):
+def test_a_checkpoint_of_two_processes_resumes_on_four_and_on_one(straight, by_two, tmp_path):
     shutil.copytree(by_two / "5", tmp_path / "5")
     assert json.loads((tmp_path / "5/about/about.json").read_text())["processes"] == 2
     run(tmp_path, "data=2,model=4", 10, 4)
@@ -162,8 +162,8 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     assert "process 1 was killed by SIGKILL" in output, output
 
     with start(tmp_path, "data=8", 1000, 2, "--slow") as process:
-        lines = read_until(process, r"resumed after step \d+")
-        resumed = int(re.search(r"resumed after step (\d+)", lines[-1])[1])
+        lines = read_until(process, r"resumed from step \d+")
+        resumed = int(re.search(r"resumed from step (\d+)", lines[-1])[1])
         assert resumed % 5 == 0
         lines += read_until(process, rf"step {resumed + 2}/1000")
         # To one of them: both stop, at the same step.
@@ -178,11 +178,11 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     assert_same(found, straight)
 
 
-# --- processes that differ, and one that fails ----------------------------------------------------
+# --- processes that differ, and processes that fail -----------------------------------------------
 
 
 def differ(directory, *options):
-    """Returns the exit code, and what each process wrote."""
+    """Returns the exit code, and the output of all processes."""
     command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
     command += [sys.executable, str(HERE / "differ.py"), str(directory), *options]
     done = subprocess.run(
@@ -193,11 +193,11 @@ def differ(directory, *options):
 
 NAMED = r"process 1 of 2 \(pid \d+ on host \S+\)"
 DIFFERENCES = {
-    "rate": "differs from the others in the program of a step",
+    "rate": "differs from the others in the program of the training step",
     "seed": "differs from the others in the program that initialises the model",
-    "loss": "differs from the others in the program of a step",
-    "data": r"differs from the others in the data \(digest of some samples=\w+, against ",
-    "arguments": r"differs from the others in the arguments of fit \(steps=3, against steps=4\): ",
+    "loss": "differs from the others in the program of the training step",
+    "data": r"differs from the others in the data \(digest of some samples=\w+ instead of ",
+    "arguments": r"differs from the others in the arguments of fit \(steps=3 instead of steps=4\): ",
     "directory": r"sees no checkpoints in \S+-of-its-own, while process 0 sees step 2 in \S+/directory:",
 }
 
@@ -205,8 +205,8 @@ DIFFERENCES = {
 def test_processes_that_differ_are_named_by_all(tmp_path):
     code, output = differ(tmp_path, ",".join(["stale", *DIFFERENCES]), "exit")
     assert code == 4, output
-    # A directory that one process sees late is waited for.
-    assert output.count("stale: went on to the end") == 2, output
+    # The run waits for a directory that one process sees late.
+    assert output.count("stale: ran to the end") == 2, output
     for mode, words in DIFFERENCES.items():
         for index in range(2):
             line = rf"\[{index}\] {mode}: ProcessesDiffer: {NAMED} {words}"
@@ -217,8 +217,8 @@ def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(tmp_path):
     code, output = differ(tmp_path, "corrupt")
     assert code == 1, output
     words = (
-        r"corrupt: ReplicasDiffer: the copies of kernel differ after step 2: cpu \d+ of "
-        r"process 1 has other values than the other devices; the last good checkpoint is step 2 in"
+        r"corrupt: ReplicasDiffer: the replicas of kernel differ after step 2: cpu \d+ of "
+        r"process 1 has different values from the other devices; the last good checkpoint is step 2 in"
     )
     assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
     assert [p.name for p in (tmp_path / "corrupt").iterdir()] == ["2"]
@@ -227,7 +227,7 @@ def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(tmp_path):
 def test_a_directory_that_processes_do_not_share_is_refused_before_training(tmp_path):
     code, output = differ(tmp_path, "unshared")
     assert code == 1, output
-    words = r"process 1 does not find there what process 0 has written: the directory must be on"
+    words = r"process 1 does not see there what process 0 wrote: the directory must be on"
     for index in range(2):
         line = rf"\[{index}\] unshared: CheckpointError: checkpoints cannot .*: {words}"
         assert re.search(line, output), output

@@ -50,7 +50,7 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     mesh = require_devices(layout)
     if isinstance(make, nnx.Module) or not callable(make):
         raise ValueError(
-            f"init needs a function without arguments that builds the model, got a "
+            f"init needs a function without arguments that builds the model, got "
             f"{type(make).__name__}: use sw.shard for a model that already has arrays"
         )
     abstract = abstract_model(make, mesh)

@@ -163,7 +163,7 @@ def who(index: int) -> str:
     return WATCHES[0].name_of(index) if WATCHES else f"process {index}"
 
 
-def differing_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str) -> None:
+def require_same_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str) -> None:
     """Raises if any part differs between processes; the message names the first that does.
 
     Args:

@@ -1,4 +1,4 @@
-"""Where activations lie: what a layout says of the names on its leaves' dims."""
+"""Activation shardings, derived from a layout and the logical names on its leaves' dims."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from .batch import data_axes
 
 ActivationRules = tuple[tuple[str, tuple[str, ...]], ...]
 
-# Tokens travel to their experts, along any axis, whereas other dims of a model stay where they are.
+# Tokens travel to their experts along any axis, whereas other dims of a model stay in place.
 _VISITED = "experts"
 
 
 def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
     """Returns the axes that split activations, by the names on their dims.
 
-    `batch` goes to the axes of the batch, and to those of `experts`. Each name that leaves carry
-    goes to the axes that split its dims, unless these only store the leaf in parts (FSDP) or
-    split the batch; a name that leaves split differently has no rule.
+    `batch` maps to the axes of the batch, and to those of `experts`. Each name on a leaf maps to
+    the axes that split its dims, except axes that only shard storage (FSDP) or split the batch. A
+    name that is split differently on different leaves has no rule.
 
     Args:
         layout: the layout.
-        batch: the batch with its shardings, a pytree of `jax.ShapeDtypeStruct`s; without, it is
-            taken to be split over the layout's data axes.
+        batch: the batch with its shardings, a pytree of `jax.ShapeDtypeStruct`s; by default, a
+            batch that is split over the layout's data axes.
 
     Example:
         >>> import shardwise as sw
@@ -54,9 +54,9 @@ def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
 
 @contextlib.contextmanager
 def named_activations(layout: Layout, batch: Any = None) -> Iterator[None]:
-    """Lets a traced model that names dims of its activations find this layout's axes for them.
+    """Returns a context that maps the names on a traced model's activations to this layout's axes.
 
-    Rules of the caller for names that the layout knows nothing of stay as they are.
+    The caller's rules for names that the layout does not know still apply.
     """
     rules = dict(activation_rules(layout, batch))
     own = {"batch", "length"}.union(*(leaf.annotation_names for leaf in layout.leaves))
@@ -66,7 +66,7 @@ def named_activations(layout: Layout, batch: Any = None) -> Iterator[None]:
 
 
 def _split_names(layout: Layout, data: frozenset[str]) -> dict[str, Axes]:
-    """Returns the axes of each name whose dims all leaves split alike."""
+    """Returns the axes of each name that all leaves split in the same way."""
     found: dict[str, set[Axes]] = {}
     for leaf in layout.leaves:
         for names, axes in zip(leaf.names or (), padded(leaf.spec, leaf.ndim), strict=False):

@@ -1,4 +1,4 @@
-"""The batch: how it is split over the mesh, and whether a given one is the recipe's."""
+"""The batch: how it is split over the mesh, and whether a given one matches the recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .bounds import Bound
 
 
 def data_axes(layout: Layout) -> tuple[str, ...]:
-    """Returns the axes over which a batch is split: by their names, or since FSDP uses them."""
+    """Returns the axes that split a batch: those with data-axis names, and those FSDP uses."""
     gathered = frozenset[str]().union(*(leaf.gathered for leaf in layout.leaves))
     return tuple(axis for axis in layout.mesh.shape if axis in DATA_AXES or axis in gathered)
 
@@ -28,7 +28,7 @@ def batch_layout(recipe: Recipe, layout: Layout) -> Any:
     """Returns the recipe's batch with a sharding on each leaf.
 
     Raises:
-        ValueError: a leaf cannot be split so; its sizes and what would fit are named.
+        ValueError: a leaf cannot be split this way; the message has its sizes and what would fit.
     """
     treedef = jax.tree.structure(recipe.batch)
     specs = _specs(recipe, layout, treedef)
@@ -36,33 +36,33 @@ def batch_layout(recipe: Recipe, layout: Layout) -> Any:
     for (name, leaf), spec in zip(named_batch(recipe.batch), specs, strict=True):
         _require_fit(name, leaf, spec, recipe.accumulate, layout.mesh)
         sharding = NamedSharding(layout.mesh, spec)
-        # What JAX makes of 64 bits, unless they are enabled.
+        # JAX narrows 64-bit dtypes unless they are enabled.
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         found.append(jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding))
     return jax.tree.unflatten(treedef, found)
 
 
 def named_batch(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Yields each leaf of a batch with the name that errors give it."""
+    """Yields each leaf of a batch with its name in error messages."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         yield f"batch{jax.tree_util.keystr(path)}", leaf
 
 
 def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None) -> None:
-    """Refuses a batch that is not the planned one; every wrong leaf is named.
+    """Raises if a batch does not match the recipe; the message names every wrong leaf.
 
     Args:
         batch: the batch.
-        planned: what the recipe says, a pytree of shapes and dtypes.
-        local: the shapes of one process's part, where that will do too.
-        given: the recipe's own batch, whose 64 bits JAX makes 32.
+        planned: the expected batch, a pytree of shapes and dtypes.
+        local: the shapes of one process's part, if that is accepted too.
+        given: the recipe's own batch, before JAX narrows its 64-bit dtypes.
     """
     if jax.tree.structure(batch) != jax.tree.structure(planned):
         got, wanted = (_names(tree) for tree in (batch, planned))
         if got == wanted:
             got, wanted = (shorten(str(jax.tree.structure(tree))) for tree in (batch, planned))
         raise ValueError(
-            f"the batch is of another structure than the recipe's: got {got}, wanted {wanted}"
+            f"the structure of the batch does not match the recipe: got {got}, wanted {wanted}"
         )
     wrong = []
     parts = jax.tree.leaves(local) if local is not None else [None] * len(jax.tree.leaves(planned))
@@ -71,7 +71,7 @@ def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None
     for (name, leaf), want, own, part in leaves:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
-            wrong.append(f"{name} is a {type(leaf).__name__}, wanted {_show(want)}")
+            wrong.append(f"{name} has type {type(leaf).__name__}, wanted {_show(want)}")
         elif dtype not in (want.dtype, own.dtype) or tuple(shape) not in (
             want.shape,
             part and part.shape,
@@ -84,19 +84,19 @@ def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None
             )
             wrong.append(f"{name} is {dtype}{list(shape)}, wanted {_show(want)}{also}{cast}")
     if wrong:
-        raise ValueError(f"the batch is not the recipe's: {'; '.join(wrong)}")
+        raise ValueError(f"the batch does not match the recipe: {'; '.join(wrong)}")
 
 
 def require_integers(
     batch: Any, planned: Any, bounds: Sequence[Bound], sample: Callable[[int], int]
 ) -> None:
-    """Refuses integers that the step would not see as they are.
+    """Raises if the step would silently change or clip an integer.
 
     Args:
-        batch: host arrays, in the structure of `planned`; dim 0 may be of some samples only.
-        planned: what the recipe says, with the dtypes that JAX makes of it.
-        bounds: what the step's lookups allow.
-        sample: says which sample a row is.
+        batch: host arrays, with the structure of `planned`; dim 0 may have only some samples.
+        planned: the expected batch, with the dtypes that JAX uses.
+        bounds: the integers that the step's lookups allow.
+        sample: returns the index of the sample in a row.
 
     Raises:
         ValueError: one does not fit its dtype, or the weight that it indexes has no such row.
@@ -109,7 +109,7 @@ def require_integers(
         if place := _outside(x, int(limits.min), int(limits.max)):
             raise ValueError(
                 f"{name} has {x[place]} in sample {sample(place[0])}, which does not fit "
-                f"{want.dtype}: JAX would make it {x[place].astype(want.dtype)}"
+                f"{want.dtype}: JAX would turn it into {x[place].astype(want.dtype)}"
             )
     for bound in bounds:
         name, x = flat[bound.leaf]
@@ -117,13 +117,13 @@ def require_integers(
         if part.ndim and (place := _outside(part, 0, bound.size - 1)):
             raise ValueError(
                 f"{name} has {part[place]} in sample {sample(place[0])}, but the weight that it "
-                f"looks up has {bound.size} rows: give integers from 0 to {bound.size - 1}, as "
+                f"looks up has {bound.size} rows: give integers from 0 to {bound.size - 1}, such as "
                 f"tokens within the vocabulary, or clip them in the loss if that is intentional"
             )
 
 
 def _outside(x: np.ndarray, least: int, most: int) -> tuple[int, ...] | None:
-    """Returns the place of the first number that is out of range, if there is one."""
+    """Returns the position of the first number that is out of range, if any."""
     if not x.size or (int(x.min()) >= least and int(x.max()) <= most):
         return None
     first = int(np.argmax((x < least) | (x > most)))

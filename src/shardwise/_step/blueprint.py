@@ -26,20 +26,20 @@ from .remat import remat_modules
 from .scopes import scope_modules
 from .state import Arrays, TrainState, named_arrays, show_array
 
-# Triton's products are chosen where cuBLAS's are faster in the step as a whole, since what comes
-# before and after them no longer fuses: benchmarks/h200 measures it.
+# XLA picks Triton for some matrix products although cuBLAS makes the complete step faster, since
+# operations before and after them no longer fuse: measured in benchmarks/h200.
 _COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
-    """What a recipe's step is made of on one layout, before any array is.
+    """What a recipe's step is built from on one layout, before any array exists.
 
     Attributes:
         recipe: the recipe.
-        layout: the model's layout, in the structure of the recipe's own model.
+        layout: the model's layout, with the structure of the recipe's model.
         optimizer: the layout of the optimizer's state.
-        model: the recipe's model without arrays, traced once for all that follows.
+        model: the recipe's abstract model, traced once.
         trained: the paths of the trained variables, in the order of `parameters`.
         parameters: the tree structure that the optimizer sees.
     """
@@ -94,7 +94,7 @@ class Blueprint:
         return {**_COMPILER_OPTIONS.get(platform, {}), **given}
 
     def jitted(self) -> Any:
-        """Returns the step as `jax.jit` makes it, for running it and for compiling it alike."""
+        """Returns the jitted step, for running and for compiling."""
         here = isinstance(self.layout.mesh, Mesh)
         return jax.jit(
             self.step,
@@ -105,12 +105,12 @@ class Blueprint:
         )
 
     def merge(self, arrays: Arrays) -> nnx.Module:
-        """Returns the model that has these arrays."""
+        """Returns the model with these arrays."""
         flat = [arrays[leaf.path] for leaf in self.layout.leaves]
         return nnx.merge(self.model.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
 
     def as_parameters(self, arrays: Arrays) -> Any:
-        """Returns trained variables, by path, as the optimizer knows them."""
+        """Returns trained variables, given by path, in the structure that the optimizer sees."""
         return jax.tree.unflatten(self.parameters, [arrays[path] for path in self.trained])
 
     def flat_optimizer(self, state: Any) -> Arrays:
@@ -124,9 +124,9 @@ class Blueprint:
             return self._step(state, batch)
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
-        """Returns the metrics of one batch, the model in evaluation mode; pure, to be jitted."""
+        """Returns the metrics of one batch, with the model in evaluation mode; pure, to be jitted."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
-            # The average is what one would deploy, so it is what is judged.
+            # Evaluate the moving average, since it is what would be deployed.
             model = {**state.model, **state.ema}
             loss, (metrics, _) = self._loss({}, model, batch, state.step, train=False)
         return {"loss": loss, **metrics}
@@ -154,7 +154,7 @@ class Blueprint:
             self.as_parameters(grads),
             jax.tree.unflatten(self.optimizer.treedef, moments),
             parameters,
-            # For those that look further than the gradient, such as a line search.
+            # For optimizers that use more than the gradient, such as a line search.
             value=loss,
             grad=self.as_parameters(grads),
             value_fn=lambda p: self._value(p, rest, batch, state.step),
@@ -242,7 +242,7 @@ class Blueprint:
         if recipe.remat is not None and not isinstance(recipe.remat, Mapping) and train:
             compute = jax.checkpoint(compute, policy=remat_policy(recipe.remat))
         loss, (metrics, after) = compute({**rest, **trained}, batch, *args)
-        # What was rounded for the loss, and comes back so, is what it was.
+        # A value that was only rounded for the loss, and comes back unchanged, keeps its precision.
         after = {
             path: _as_stored_dtype(x, before[path])
             if rest[path] is before[path]
@@ -252,14 +252,14 @@ class Blueprint:
         return loss, (metrics, {**before, **after})
 
     def _cast(self, arrays: Arrays) -> Arrays:
-        """Returns the arrays with floating parameters in the compute dtype, still in shards."""
+        """Returns the arrays with floating-point parameters cast to the compute dtype, still sharded."""
         dtype = self.recipe.compute_dtype
         cast = {
             path: _as_dtype(x, dtype)
             for path, x in arrays.items()
             if path in self._parameter_paths and jnp.issubdtype(x.dtype, jnp.floating)
         }
-        # Held to its own sharding, a parameter is gathered in the smaller dtype.
+        # Constrained to its own sharding, a parameter is gathered in the smaller dtype.
         return {**arrays, **self._as_stored(cast)}
 
     @functools.cached_property
@@ -270,7 +270,7 @@ class Blueprint:
     def _as_stored(self, arrays: Arrays) -> Arrays:
         mesh = self.layout.mesh
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
-            return arrays  # there, types say where an array lies, and a constraint only asserts it
+            return arrays  # on Explicit axes the sharding is part of the type, and a constraint only asserts it
         constrain = jax.lax.with_sharding_constraint
         return {path: constrain(x, self.shardings.model[path]) for path, x in arrays.items()}
 
@@ -278,14 +278,14 @@ class Blueprint:
 def gathered(arrays: Arrays, layout: Layout) -> Arrays:
     """Returns the arrays as the model computes with them on Explicit axes.
 
-    On Auto axes the compiler gathers what FSDP stores in parts. Explicit ones carry the storage's
-    split into the types of every result, where it clashes with that of the batch.
+    On Auto axes the compiler gathers what FSDP shards. On Explicit axes the sharding of parameters
+    would propagate to the type of every result, where it conflicts with that of the batch.
     """
     return _resharded(arrays, layout, gather=True)
 
 
 def _resharded(arrays: Arrays, layout: Layout, *, gather: bool) -> Arrays:
-    """Returns what FSDP stores in parts over Explicit axes gathered, or in its parts again."""
+    """Returns the arrays that FSDP shards over Explicit axes gathered, or sharded again."""
     mesh = layout.mesh
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     done = dict(arrays)
@@ -299,14 +299,14 @@ def _resharded(arrays: Arrays, layout: Layout, *, gather: bool) -> Arrays:
 
 
 def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
-    """Returns what the recipe's step is made of on this layout.
+    """Returns the blueprint of the recipe's step on this layout.
 
     Raises:
-        LayoutError: the layout has errors, or is not of the recipe's model.
-        ValueError: one of them is something else, or nothing is trained.
+        LayoutError: the layout has errors, or does not match the recipe's model.
+        ValueError: an argument has the wrong type, or nothing is trained.
     """
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"the recipe is a {type(recipe).__name__}: see sw.Recipe")
+        raise ValueError(f"the recipe has type {type(recipe).__name__}: give a sw.Recipe")
     require_layout(layout)
     check(layout).raise_if_errors()
     abstract = abstract_model(recipe.model, layout.mesh)
@@ -333,10 +333,10 @@ def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
 
 @contextlib.contextmanager
 def on_mesh(mesh: AnyMesh) -> Iterator[None]:
-    """Lets a traced model find this mesh, whatever the caller has set."""
+    """Returns a context in which a traced model sees this mesh, whatever the caller has set."""
     use = jax.sharding.use_abstract_mesh
     inner = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    # The empty mesh comes first, since a mesh that is set cannot change its size.
+    # The empty mesh comes first, since JAX does not let an active mesh change its size.
     with use(AbstractMesh((), ())), use(inner), nnx.use_eager_sharding(False):
         try:
             yield
@@ -347,8 +347,8 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
 
 
 def _axis_types_help(error: Exception) -> str:
-    """Returns what to do about a model that is written for axes of the other type, or nothing."""
-    # A ValueError of JAX like many, without a property to ask.
+    """Returns help for a model that was written for the other axis type, or an empty text."""
+    # JAX raises a plain ValueError, so only the message identifies it.
     if "type Auto" in str(error) and "PartitionSpec" in str(error):
         return (
             "help: the model names the sharding of results (out_sharding=), which needs axes of "
@@ -357,13 +357,13 @@ def _axis_types_help(error: Exception) -> str:
     if type(error).__name__ == "ShardingTypeError":
         return (
             "help: on axes of type Explicit a model must name the sharding of such a result "
-            "(out_sharding=); on Auto axes, sw.mesh without explicit=True, the compiler chooses it"
+            "(out_sharding=); on Auto axes (sw.mesh without explicit=True) the compiler chooses it"
         )
     return ""
 
 
 def require_planned(state: TrainState, planned: TrainState) -> None:
-    """Refuses a state of other sizes; while tracing, where it costs a step nothing."""
+    """Raises if the sizes of a state are wrong; runs while tracing, so it costs a step nothing."""
     arrays = named_arrays(state)
     wrong = [
         f"{show_array(name)} is {x.dtype}{list(x.shape)}, wanted {want.dtype}{list(want.shape)}"
@@ -371,11 +371,11 @@ def require_planned(state: TrainState, planned: TrainState) -> None:
         if (x := arrays[name]).shape != want.shape or x.dtype != want.dtype
     ]
     if wrong:
-        raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}")
+        raise ValueError(f"the state does not match this step: {'; '.join(wrong[:3])}")
 
 
 def _as_stored_dtype(x: Any, like: Any) -> Any:
-    # Also where the dtype is right, since a weak type would make the next step another program.
+    # Even if the dtype is right, since a weak type would make the next step compile again.
     return x if jnp.issubdtype(like.dtype, jax.dtypes.extended) else x.astype(like.dtype)
 
 
@@ -389,7 +389,7 @@ def _by_path(layout: Layout) -> dict[str, Any]:
 
 
 def _cut(x: Any, parts: int) -> Any:
-    """Returns `x` in `parts` along a new dim 0; every device cuts what it holds itself."""
+    """Returns `x` cut into `parts` along a new dim 0; every device cuts its own shard."""
     if not x.shape:
         return jnp.broadcast_to(x, (parts,))
     split = x.reshape(x.shape[0] // parts, parts, *x.shape[1:])
@@ -413,19 +413,22 @@ def _require_scalar(loss: Any, metrics: Any, *more: Any) -> None:
     if more:
         got = f"{2 + len(more)} values"
     elif shape is None:
-        got = f"a {type(loss).__name__}"
+        got = f"a value of type {type(loss).__name__}"
     elif shape != ():
         got = f"an array of shape {shape}"
     elif not jnp.issubdtype(loss.dtype, jnp.floating):
-        got = f"an {loss.dtype}"
+        got = f"a scalar of dtype {loss.dtype}"
     if got is not None:
         raise ValueError(
             f"the recipe's loss returned {got}: it must return a scalar, or a scalar and a "
             f"dict of metrics; take the mean over samples"
         )
-    if not isinstance(metrics, dict) or "loss" in metrics:
-        got = "one named 'loss'" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
+    if not isinstance(metrics, dict):
         raise ValueError(
-            f"the recipe's loss returned as metrics {got}: return a dict of names and values, "
-            f"other than 'loss'"
+            f"the recipe's loss returned metrics of type {type(metrics).__name__}: return a dict of "
+            f"names and values"
+        )
+    if "loss" in metrics:
+        raise ValueError(
+            "the recipe's loss returned a metric named 'loss', which is the loss itself: rename it"
         )

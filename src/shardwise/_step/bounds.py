@@ -1,8 +1,8 @@
 """Bounds: which integers of a batch look up rows of a weight, and how many rows there are.
 
-JAX reads some row for an index that is out of range, so a token outside the vocabulary trains
-silently. A step's program says which leaf of the batch indexes which weight: what it allows is
-read from there, and each batch is compared with it before it is placed.
+JAX reads some row for an index that is out of range, so training on a token outside the vocabulary
+fails silently. The program of a step shows which leaf of the batch indexes which weight: bounds are
+read from it, and each batch is checked against them before it is placed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import jax
 
 from .._jax import call_jaxpr, is_literal, opened, scan_parts
 
-# They move values without changing them; the first keep each where it was.
+# They do not change values; the first group does not move them either.
 _SAME_PLACE = {"convert_element_type", "copy", "copy_p", "sharding_constraint"}
 _MOVED = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Bound:
-    """The integers of a part of a batch's leaf, which must be from 0 to below `size`.
+    """A bound on the integers in part of a batch's leaf: they must be in `[0, size)`.
 
     Attributes:
         leaf: which leaf of the batch.
@@ -37,7 +37,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a value comes from: a part of a leaf, unchanged but perhaps moved or shifted."""
+    """Where a value comes from: part of a leaf, perhaps moved or shifted."""
 
     leaf: int
     part: tuple[tuple[int, int], ...]
@@ -63,21 +63,21 @@ def index_bounds(closed: Any, batch_leaves: int) -> tuple[Bound, ...]:
             known[v] = _Origin(leaf, tuple((0, size) for size in v.aval.shape))
     found = list(_lookups(jaxpr, known))
     weights = {Bound(o.leaf, o.part, size) for weight, o, size in found if weight}
-    # What picks from the logits, such as the targets, has a vocabulary only where inputs of the
-    # same leaf have it: other labels may be out of range on purpose, and masked.
+    # Integers that index the logits, such as targets, are bounded only if inputs from the same leaf
+    # are: other labels may be out of range on purpose, and masked.
     sizes = {(bound.leaf, bound.size) for bound in weights}
     others = {Bound(o.leaf, o.part, n) for weight, o, n in found if (o.leaf, n) in sizes}
     return tuple(sorted(weights | others, key=lambda b: (b.leaf, b.part, b.size)))
 
 
-def whole_rows(bounds: Sequence[Bound], batch: Any) -> list[Bound]:
-    """Returns the bounds that hold for every sample of a batch alike."""
+def row_bounds(bounds: Sequence[Bound], batch: Any) -> list[Bound]:
+    """Returns the bounds that apply to every sample of a batch."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
     return [b for b in bounds if b.part and b.part[0] == (0, shapes[b.leaf][0])]
 
 
 def _lookups(jaxpr: Any, known: dict[Any, Any]) -> Iterator[tuple[bool, _Origin, int]]:
-    """Yields each lookup by a part of the batch: whether in a weight, where from, how many rows."""
+    """Yields each lookup by part of the batch: whether in a weight, its origin, number of rows."""
 
     def of(v: Any) -> Any:
         return None if is_literal(v) else known.get(v)
@@ -122,7 +122,7 @@ def _moved(origin: Any) -> Any:
 
 
 def _through(eqn: Any, name: str, origins: list[Any]) -> Any:
-    """Returns where an equation's result comes from, or None where its values are others."""
+    """Returns where an equation's result comes from, or None if its values are new."""
     origin = origins[0]
     if name in _SAME_PLACE:
         return origin
@@ -140,7 +140,7 @@ def _through(eqn: Any, name: str, origins: list[Any]) -> Any:
         constant = any(is_literal(v) for v in eqn.invars)
         return dataclasses.replace(one, shifted=True) if one is not None and constant else None
     if name == "select_n":
-        # How JAX counts negative indices from the end: i, or i + n where i < 0.
+        # How JAX handles negative indices: i, or i + n where i < 0.
         cases = origins[1:]
         if all(isinstance(case, _Origin) for case in cases):
             plain = [case for case in cases if not case.shifted]

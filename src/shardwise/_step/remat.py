@@ -1,4 +1,4 @@
-"""Rematerialisation of modules that know nothing of it, by path pattern."""
+"""Rematerialisation of modules by path pattern, without changes to the model's code."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def remat_modules(model: nnx.Module, patterns: Mapping[str, Remat]) -> None:
                 f"the model has {', '.join(paths[:8])}{', …' if len(paths) > 8 else ''}"
             )
         for module in found:
-            # Python looks a call up on the class, so the instance gets a class of its own.
+            # Python looks up __call__ on the class, so the instance gets its own class.
             module.__class__ = _remat_class(type(module), remat_policy(policy))
 
 
 def _remat_class(base: type[Any], policy: Callable[..., Any]) -> type[Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         flat, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        # What is no array, such as deterministic=True, must not be traced.
+        # Arguments that are not arrays, such as deterministic=True, must not be traced.
         is_traced = [_is_node(x) or hasattr(x, "dtype") for x in flat]
 
         def run(module: Any, traced: list[Any]) -> Any:
@@ -45,7 +45,7 @@ def _remat_class(base: type[Any], policy: Callable[..., Any]) -> type[Any]:
             args, kwargs = jax.tree.unflatten(treedef, given)
             return base.__call__(module, *args, **kwargs)
 
-        # Flax's own, since an argument may change too: an nnx.Rngs that is handed on counts.
+        # Flax's own remat, since arguments may change too: an nnx.Rngs that is passed on counts.
         traced = [x for x, yes in zip(flat, is_traced, strict=True) if yes]
         return nnx.remat(run, policy=policy)(self, traced)
 

@@ -12,8 +12,8 @@ from flax import nnx
 from .._base import public
 from .._nnx import abstract_model, keyed_leaves, show_path
 
-# Plain dicts: JAX flattens them without calling into Python, so that a step's dispatch costs
-# what a hand-written one's does, and a checkpoint needs none of our classes to be read.
+# Plain dicts: JAX flattens them without calling into Python, so dispatching a step costs no more
+# than a hand-written one, and a checkpoint can be read without our classes.
 Arrays = dict[str, Any]
 
 
@@ -24,7 +24,7 @@ class TrainState:
     """Every array of a run. Made by `sw.train_state`, changed by a step.
 
     Attributes:
-        step: how many steps were taken, a scalar.
+        step: the number of completed steps, a scalar.
         model: the model's variables, of every kind, by dotted path.
         optimizer: the optimizer's state, by the paths of `layout.for_optimizer`.
         ema: the moving average of the trained variables, empty without `Recipe.ema`.
@@ -38,7 +38,7 @@ class TrainState:
     def to_model(self, make: Callable[[], nnx.Module], *, ema: bool = False) -> nnx.Module:
         """Returns the model with this state's arrays.
 
-        They are not copied, so a step that takes this state takes them from the model too.
+        They are not copied, so a step that donates this state invalidates the model too.
 
         Args:
             make: the function that builds the model, `recipe.model`.
@@ -61,7 +61,7 @@ class TrainState:
         paths = [show_path(keys) for keys, _ in keyed_leaves(abstract.state)]
         if set(paths) != set(arrays):
             raise ValueError(
-                f"the state is of another model: it has {len(arrays)} variables, this model "
+                f"the state belongs to another model: it has {len(arrays)} variables, this model "
                 f"{len(paths)}, and they first differ at {min(set(paths) ^ set(arrays))!r}"
             )
         state = jax.tree.unflatten(jax.tree.structure(abstract.state), [arrays[p] for p in paths])
