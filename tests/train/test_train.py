@@ -362,7 +362,9 @@ def test_the_state_before_the_first_step():
     assert len(jax.tree.leaves(want)) == len(state.optimizer) and int(state.step) == 0
     assert not any(np.asarray(x).any() for x in state.optimizer.values()) and state.ema == {}
     other = lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0))  # noqa: E731
-    with pytest.raises(ValueError, match="of another model: it has 4 variables, this model 2"):
+    with pytest.raises(
+        ValueError, match="belongs to another model: it has 4 variables, this model 2"
+    ):
         state.to_model(other)
 
 
