@@ -285,7 +285,7 @@ class Checkpoints:
 
         Args:
             recipe: the recipe to continue with.
-            layout: any layout of its model, on any mesh of present devices; each process reads
+            layout: any layout of its model, on any mesh of available devices; each process reads
                 only the shards of its own devices.
             step: the step; the newest by default.
 

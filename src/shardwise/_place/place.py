@@ -33,7 +33,7 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
 
     Args:
         make: a function without arguments that returns the model.
-        layout: its layout, on a mesh of present devices.
+        layout: its layout, on a mesh of available devices.
 
     Raises:
         LayoutError: the layout has errors, or belongs to another model; nothing is allocated.
@@ -87,7 +87,7 @@ def shard(model: T, layout: Layout) -> T:
     Args:
         model: a model with arrays on any devices, or its state, or an optimizer's state
             (with the layout from `layout.for_optimizer`).
-        layout: where to place them, on a mesh of present devices.
+        layout: where to place them, on a mesh of available devices.
 
     Raises:
         LayoutError: the layout has errors, or belongs to another model; nothing is moved.

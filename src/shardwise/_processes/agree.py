@@ -151,7 +151,7 @@ def agreed_steps(checkpoints: Any) -> list[int]:
 
 
 def odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the indices of the values that differ from the most common one (or first, if tied)."""
+    """Returns the indices of values that differ from the most common one (the first, if tied)."""
     texts = [json.dumps(v, sort_keys=True) for v in values]
     counts = collections.Counter(texts)
     usual = max(texts, key=lambda text: counts[text])  # the first, if tied

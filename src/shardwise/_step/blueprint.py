@@ -252,7 +252,7 @@ class Blueprint:
         return loss, (metrics, {**before, **after})
 
     def _cast(self, arrays: Arrays) -> Arrays:
-        """Returns the arrays with floating-point parameters cast to the compute dtype, still sharded."""
+        """Returns the arrays, sharded, with floating-point parameters cast to the compute dtype."""
         dtype = self.recipe.compute_dtype
         cast = {
             path: _as_dtype(x, dtype)
@@ -270,7 +270,8 @@ class Blueprint:
     def _as_stored(self, arrays: Arrays) -> Arrays:
         mesh = self.layout.mesh
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
-            return arrays  # on Explicit axes the sharding is part of the type, and a constraint only asserts it
+            # There the sharding is part of the type, and a constraint would only assert it.
+            return arrays
         constrain = jax.lax.with_sharding_constraint
         return {path: constrain(x, self.shardings.model[path]) for path, x in arrays.items()}
 

@@ -67,7 +67,7 @@ def fit(
 
     Args:
         recipe: the recipe.
-        layout: the layout of its model, on a mesh of present devices.
+        layout: the layout of its model, on a mesh of available devices.
         data: from `sw.data`, or any iterable of batches (on resume, batches are skipped).
         steps: the total number of steps, including those before a resume.
         checkpoints: where to save; the last step is always saved.

@@ -37,7 +37,7 @@ def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainSt
 
     Args:
         recipe: the recipe.
-        layout: the layout of its model, on a mesh of present devices; the optimizer's state has the
+        layout: the layout of its model, on a mesh of available devices; the optimizer's state has the
             layout `layout.for_optimizer`.
         model: initial weights, which are copied into their shards: a model with arrays, its state,
             or a dict of arrays by dotted path. Every variable of the model must be included, with
