@@ -339,34 +339,34 @@ POSITIVE = {
     "SW401": (
         lambda: preflight(linear(), linear(), wanted_tx=optax.sgd(0.1, 0.9)),
         "optimizer.0.trace.kernel",
-        "the recipe has float32[8, 16], the checkpoint of step 0 has no such array",
-        "resume with the optimizer that it was trained with; or restore with that one, and start "
-        "another run from its model",
+        "the recipe has float32[8, 16], but the checkpoint of step 0 has no such array",
+        "resume with the optimizer that it was trained with; or restore with that optimizer, and "
+        "start a new run from the restored model",
     ),
     "SW402": (
         lambda: preflight(linear(), linear(), tx=optax.sgd(0.1, 0.9)),
         "optimizer.0.trace.kernel",
-        "the checkpoint has float32[8, 16], the recipe has no such array",
-        "resume with the optimizer that it was trained with; or restore with that one, and start "
-        "another run from its model",
+        "the checkpoint has float32[8, 16], but the recipe has no such array",
+        "resume with the optimizer that it was trained with; or restore with that optimizer, and "
+        "start a new run from the restored model",
     ),
     "SW403": (
         lambda: preflight(linear(), linear(8, 32)),
         "kernel",
-        "the checkpoint has shape (8, 16), the recipe (8, 32)",
-        "restore with the recipe that it was saved by, or another step",
+        "the checkpoint has shape (8, 16), the recipe has (8, 32)",
+        "restore with the recipe that it was saved with, or restore another step",
     ),
     "SW404": (
         lambda: preflight(linear(), linear(param_dtype="bfloat16")),
         "kernel",
-        "the checkpoint has float32, the recipe bfloat16",
+        "the checkpoint has float32, the recipe has bfloat16",
         "restore with the saved dtype, then cast",
     ),
     "SW405": (
         lambda: preflight(linear(), linear(), rules={"kernel": P("data")}),
         "kernel",
         "saved as P() on data=8, restored as P('data') on data=8",
-        "nothing, if this is meant: each process reads the parts that it needs",
+        "nothing to do if this is intentional: each process reads the parts it needs",
     ),
     "SW501": (
         lambda: simulated(lambda x: x),

@@ -1,4 +1,4 @@
-"""Checkpoints: saved while the run goes on, restored bitwise onto any mesh, told of beforehand."""
+"""Checkpoints: saved in the background, restored bitwise on any mesh, checked before a restore."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ SAMPLES = np.random.default_rng(0).normal(size=(16, 8)).astype("float32")
 
 
 class Net(nnx.Module):
-    """Batch statistics, dropout with keys of its own, and layers that every strategy splits."""
+    """Batch statistics, dropout with its own keys, and layers that every strategy splits."""
 
     def __init__(self, hidden=16, dtype="float32", extra=False):
         rngs = nnx.Rngs(0, dropout=1)
@@ -86,7 +86,7 @@ def words(array):
 
 
 def bits(state):
-    """Returns a copy of every array by its path: name, dtype and bytes."""
+    """Returns a copy of every array, by path: dtype, shape and bytes."""
     keyed = jax.tree_util.tree_leaves_with_path(state)
     return {
         jax.tree_util.keystr(path): (str(x.dtype), x.shape, words(x).tobytes()) for path, x in keyed
@@ -94,7 +94,7 @@ def bits(state):
 
 
 def assert_lies(state, recipe, layout):
-    """Asserts that every array lies as planned: nothing is whole where it was to be split."""
+    """Asserts that every array is placed as planned: nothing is replicated that should be split."""
     planned = jax.tree.leaves(make_blueprint(recipe, layout).abstract)
     for x, want in zip(jax.tree.leaves(state), planned, strict=True):
         assert x.sharding == want.sharding
@@ -106,13 +106,13 @@ def assert_lies(state, recipe, layout):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of step 3, and the bits of what was saved."""
+    """A checkpoint of step 3, and the bits that were saved."""
     layout = layout_for("the same")
     state = train(sw.train_state(RECIPE, layout), 3)
     want = bits(state)
     checkpoints = sw.Checkpoints(tmp_path_factory.mktemp("saved"))
     checkpoints.save(3, state, position=48, layout=layout)
-    # The state's buffers are given away before anything was written.
+    # The state's buffers are donated before anything is written.
     train(state, 50)
     checkpoints.close()
     return checkpoints, want
@@ -166,9 +166,9 @@ def test_about_and_the_lockfile(saved):
     checkpoints, want = saved
     about = checkpoints.about()
     assert checkpoints.steps() == [3]
-    told = {key: about[key] for key in ("format", "step", "position", "mesh", "processes")}
+    noted = {key: about[key] for key in ("format", "step", "position", "mesh", "processes")}
     assert about["digest"] == "threefry2x32-20-sum64"
-    assert told == {"format": 2, "step": 3, "position": 48, "mesh": "data=8", "processes": 1}
+    assert noted == {"format": 2, "step": 3, "position": 48, "mesh": "data=8", "processes": 1}
     assert about["devices"] == "8 cpu" and about["jax"] == jax.__version__
     assert about["bytes"] == sum(len(data) for _, _, data in want.values())
     assert len(about["arrays"]) == len(want)
@@ -181,7 +181,7 @@ def test_about_and_the_lockfile(saved):
 
 
 class Leaves(nnx.Module):
-    """A leaf of each dtype, beside one that is trained."""
+    """A leaf of each dtype, and one that is trained."""
 
     DTYPES = (
         *("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
@@ -268,69 +268,70 @@ def test_save_wait_and_close_again(saved, tmp_path):
         checkpoints.close()
         checkpoints.close()
     assert sw.Checkpoints(checkpoints.directory).steps() == [1, 2]
-    told = f"{checkpoints.directory} has step 2 already: each step is saved once"
+    message = f"{checkpoints.directory} already has step 2: each step can be saved only once"
     with pytest.raises(sw.CheckpointError) as caught:
         checkpoints.save(2, state)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
     with pytest.raises(sw.CheckpointError) as caught:
         checkpoints.restore(RECIPE, layout_for("dp"), step=7)
     assert str(caught.value) == f"{checkpoints.directory} has no step 7: it has 1, 2"
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
-        ({"keep": 0}, "keep=0 would keep no checkpoint: give 1 or more, or None"),
-        ({"every": 0}, "every=0 is no number of steps: give 1 or more"),
-        ({"minutes": 0}, "minutes=0 is no time: give a positive number"),
-        ({"minutes": float("nan")}, "minutes=nan is no time: give a positive number"),
+        ({"keep": 0}, "keep must be a positive integer or None, got 0"),
+        ({"every": 0}, "every must be a positive integer or None, got 0"),
+        ({"minutes": 0}, "minutes must be positive, got 0"),
+        ({"minutes": float("nan")}, "minutes must be positive, got nan"),
     ],
     ids=str,
 )
-def test_wrong_arguments(tmp_path, more, told):
+def test_wrong_arguments(tmp_path, more, message):
     with pytest.raises(ValueError) as caught:
         sw.Checkpoints(tmp_path, **more)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, "3"], ids=repr)
-def test_what_is_no_step_is_refused(saved, tmp_path, step):
-    """Saved under such a name, it would never be listed again."""
+def test_invalid_step_numbers_are_refused(saved, tmp_path, step):
+    """A step saved under such a name would never be listed."""
     state = saved[0].restore(RECIPE, layout_for("fewer devices"))
     checkpoints = sw.Checkpoints(tmp_path)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError) as caught:
         checkpoints.save(step, state)
+    assert str(caught.value) == f"step must be a non-negative integer, got {step!r}"
     assert not list(tmp_path.iterdir())
 
 
 # --- before a byte is read ------------------------------------------------------------------------
 
-HELP = "restore with the recipe that it was saved by, or another step"
+HELP = "restore with the recipe that it was saved with, or restore another step"
 OTHER = {
     "SW401": (
         recipe_of(lambda: Net(extra=True), optax.adamw(1e-2), ema=0.9),
         ["extra.kernel", "optimizer.0.mu.extra.kernel", "optimizer.0.nu.extra.kernel"]
         + ["ema.extra.kernel"],
-        "the recipe has float32[8, 8], the checkpoint of step 3 has no such array",
+        "the recipe has float32[8, 8], but the checkpoint of step 3 has no such array",
         HELP,
     ),
     "SW402": (
         recipe_of(),
         [f"ema.{layer}" for layer in ("down.bias", "down.kernel", "norm.bias", "norm.scale")]
         + ["ema.up.bias", "ema.up.kernel"],
-        "the checkpoint has float32[8], the recipe has no such array",
+        "the checkpoint has float32[8], but the recipe has no such array",
         HELP,
     ),
     "SW403": (
         recipe_of(lambda: Net(hidden=24), ema=0.9),
         None,
-        "the checkpoint has shape (16, 8), the recipe (24, 8)",
+        "the checkpoint has shape (16, 8), the recipe has (24, 8)",
         HELP,
     ),
     "SW404": (
         recipe_of(lambda: Net(dtype="bfloat16"), ema=0.9),
         None,
-        "the checkpoint has float32, the recipe bfloat16",
+        "the checkpoint has float32, the recipe has bfloat16",
         "restore with the saved dtype, then cast",
     ),
 }
@@ -384,24 +385,26 @@ def test_every_kind_of_mismatch_comes_at_once(saved):
     assert not found.findings.errors
 
 
-# Orbax drops its other reads when one has failed, and Python says that of each.
+# Orbax drops its other reads when one has failed, and Python warns about each.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_sw405_tells_of_another_layout_and_is_silent_for_the_same(saved, tmp_path):
+def test_sw405_reports_another_layout_and_is_silent_for_the_same(saved, tmp_path):
     checkpoints = without_arrays(saved[0], tmp_path)
     same = checkpoints.preflight(RECIPE, layout_for("the same"))
     assert not same.findings
-    assert str(same) == "no findings\nstep 3: 5.0 KiB in all; one process needs 5.0 KiB (exact)"
+    assert str(same) == "no findings\nstep 3: 5.0 KiB in total; one process reads 5.0 KiB (exact)"
     moved = checkpoints.preflight(RECIPE, layout_for("tensor"))
     assert {f.code for f in moved.findings} == {"SW405"}
-    message = "saved as P('data') on data=8, restored as P('model') on data=2,model=4; so are "
+    message = "saved as P('data') on data=8, restored as P('model') on data=2,model=4; likewise "
     (first,) = [f for f in moved.findings if f.message.startswith(message)]
-    assert first.severity == "warning" and first.path in checkpoints.about()["arrays"]
-    assert first.help == "nothing, if this is meant: each process reads the parts that it needs"
+    assert first.severity == "warning" and f"model.{first.path}" in checkpoints.about()["arrays"]
+    assert (
+        first.help == "nothing to do if this is intentional: each process reads the parts it needs"
+    )
     allowed = checkpoints.preflight(RECIPE, layout_for("tensor"), allow={"SW405": "**"})
     assert not allowed.findings and len(allowed.findings.allowed) == len(moved.findings)
     with pytest.raises(sw.CheckpointError, match="^step 3 in .* could not be restored: "):
         checkpoints.restore(RECIPE, layout_for("tensor"))
-    gc.collect()  # here, and not in another test
+    gc.collect()  # here rather than in another test
 
 
 @pytest.mark.parametrize("on", ["none", "cpu:8"])
@@ -435,7 +438,7 @@ def test_specs_may_cut_one_dim_over_two_axes(saved):
 
 
 def test_a_save_that_is_refused_leaves_no_thread_writing(tmp_path):
-    # Enough that writing takes longer than finding out that it is not to be kept.
+    # Large enough that writing takes longer than finding out that it must not be kept.
     make = lambda: nnx.Linear(2**11, 2**12, use_bias=False, rngs=nnx.Rngs(0))  # noqa: E731
     batch = jax.ShapeDtypeStruct((8, 2**11), "float32")
     recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(0.1), batch=batch)
@@ -451,14 +454,14 @@ def test_a_save_that_is_refused_leaves_no_thread_writing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_another_optimizer_is_told_in_a_short_sentence(saved):
-    """Every array of the optimizer is missing, and they are told by subtree."""
+def test_another_optimizer_is_reported_briefly(saved):
+    """Every array of the optimizer is missing, and they are listed by subtree."""
     recipe = recipe_of(optimizer=optax.lion(1e-2), ema=0.9)
     with pytest.raises(sw.LayoutError) as caught:
         saved[0].restore(recipe, layout_for("dp"))
-    sentence = caught.value.format_message()
-    assert sentence.startswith(f"{len(caught.value.findings)} findings: optimizer.0.nu.down.** (")
-    assert sentence.count("; ") <= 4 and sentence.endswith("start another run from its model)")
+    message = caught.value.format_message()
+    assert message.startswith(f"{len(caught.value.findings)} findings: optimizer.0.nu.down.** (")
+    assert message.count("; ") <= 4 and message.endswith("start a new run from the restored model)")
     assert str(caught.value).count("error[SW402]") <= 3
 
 
@@ -475,5 +478,7 @@ def test_a_step_under_another_number_is_refused(tmp_path):
     checkpoints.save(4, sw.train_state(recipe, layout))
     checkpoints.close()
     (tmp_path / "4").rename(tmp_path / "9")
-    with pytest.raises(sw.CheckpointError, match="step 9 in .* is damaged: it is step 4, in a dir"):
+    with pytest.raises(
+        sw.CheckpointError, match="step 9 in .* is damaged: its directory is named 9, but"
+    ):
         checkpoints.restore(recipe, layout)

@@ -1,4 +1,4 @@
-"""The digest of an array: the same on every mesh, another one after any change."""
+"""The digest of an array: the same on every mesh, different after any change."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ BOTH = pytest.mark.parametrize("shape", [(12, 10), (96, 60)], ids=["small", "lar
 
 
 def test_the_cipher_is_threefry():
-    """Against the known answers of the Random123 library, and JAX's own."""
+    """Compared with the known answers of the Random123 library, and with JAX's own."""
     # From kat_vectors: threefry2x32, 20 rounds.
     known = [
         ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
@@ -58,7 +58,7 @@ def test_the_cipher_is_threefry():
         assert tuple(map(int, got)) == want
 
 
-# Each leaves the sum of format 1, or some other sum that is linear or has no places, as it was.
+# Each leaves the sum of format 1, or another sum that is linear or ignores positions, unchanged.
 CHANGES = {
     "two signs flipped": lambda x: x.at[0, 0].multiply(-1).at[5, 7].multiply(-1),
     "four signs flipped": lambda x: x.at[2:4, 1:3].multiply(-1),
@@ -86,7 +86,7 @@ def test_crafted_changes_all_have_another_digest(shape):
 
 
 def test_the_old_sum_saw_none_of_these():
-    """Why format 1 had to go: it stays only to read what it wrote."""
+    """Why format 1 was replaced: it remains only to read old checkpoints."""
     x = noise((96, 64))
     old = [digest_v1.sums({"x": put(v)})["x"] for v in (x, -x, CHANGES["two signs flipped"](x))]
     assert old[0] == old[1] == old[2]
@@ -109,9 +109,9 @@ def test_shape_and_dtype_belong_to_the_digest(shape):
 def test_every_dtype_and_every_bit_of_it(dtype):
     for shape in ((8, 5200), (8, 24)):
         x = noise(shape, dtype)
-        whole = values([put(x)])
+        unsharded = values([put(x)])
         for axes, spec in (("data=8", P("data")), ("data=2,model=4", P("model", "data"))):
-            assert values([put(x, axes, spec)]) == whole
+            assert values([put(x, axes, spec)]) == unsharded
     bits = {"bool": 1, "int4": 4, "uint4": 4, "float4_e2m1fn": 4}.get(dtype, 0)
     raw = np.asarray(x).view({1: "u1", 2: "u2", 4: "u4", 8: "u8"}[x.dtype.itemsize])
     flipped = []
@@ -127,7 +127,7 @@ def test_words_of_eight_bytes():
     with jax.enable_x64(True):
         x = put(jnp.asarray(np.random.default_rng(0).normal(size=(8, 4))))
         assert x.dtype == "float64"
-        y = put(x * (1 + 2**-50))  # the low word alone
+        y = put(x * (1 + 2**-50))  # changes only the low word
         first, second = values([x, y])
         assert first != second
         assert values([put(x, "data=8", P("data"))]) == [first]
@@ -160,9 +160,9 @@ def test_no_mesh_and_no_spec_changes_it(data, shape, dtype):
     try:
         sharding.shard_shape(shape)
     except ValueError:
-        return  # it does not divide
+        return  # not divisible
     assert values([put(x, axes, spec)]) == want
-    # Nor do the arrays beside it, which decide how programs are made of them.
+    # Nor do the other arrays, which determine how they are grouped into programs.
     beside = [put(noise((48, 96), seed=i), axes) for i in range(3)]
     assert values([*beside, put(x, axes, spec), *beside])[3:4] == want
 
@@ -178,13 +178,13 @@ def test_any_few_changed_words_change_it(data):
     assert digest(jnp.asarray(x)) != before
 
 
-def test_finite_is_told_with_it():
+def test_the_digest_reports_whether_values_are_finite():
     arrays = {
         "small": noise((4, 4)),
         "small nan": noise((4, 4)).at[1, 1].set(jnp.nan),
         "large": noise((96, 96)),
         "large inf": noise((96, 96)).at[50, 1].set(-jnp.inf),
-        "whole numbers": jnp.arange(5),
+        "integers": jnp.arange(5),
         "complex": jax.lax.complex(noise((4,)), noise((4,)).at[0].set(jnp.inf)),
     }
     placed = {name: put(x, "data=8") for name, x in arrays.items()}

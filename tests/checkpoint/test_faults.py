@@ -1,4 +1,4 @@
-"""Checkpoints that were killed, damaged, or had nowhere to go: a clear error, older steps usable."""
+"""Saves that are killed, damaged or cannot be written: a clear error, and older steps usable."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise._checkpoint.step_files import sealed
 
 HERE = Path(__file__).parents[1] / "scripts"
-KILLS = 25  # by each of two
+KILLS = 25  # by each of two processes
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]
 
 
@@ -79,7 +79,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def damaged(pristine, tmp_path):
-    """A copy of two steps, the second one to be damaged."""
+    """A copy of two steps, the second of which will be damaged."""
     shutil.copytree(pristine, tmp_path / "run")
     return sw.Checkpoints(tmp_path / "run")
 
@@ -89,7 +89,7 @@ def damaged(pristine, tmp_path):
 
 @pytest.mark.once
 def test_sigkill_at_random_moments_of_a_save(tmp_path):
-    """Two processes side by side: every listed step is whole, bitwise, after every kill."""
+    """Two processes at once: every listed step is complete, bitwise, after every kill."""
     command = [sys.executable, str(HERE / "kill_save.py")]
     running = [
         subprocess.Popen(
@@ -106,7 +106,7 @@ def test_sigkill_at_random_moments_of_a_save(tmp_path):
         assert process.returncode == 0, err[-3000:]
         found = json.loads(out)
         assert found["kills"] == KILLS
-        # Each run goes on from the newest step, which is never lower than the one before had.
+        # Each run resumes from the newest step, which never goes backwards.
         assert found["newest"] == sorted(found["newest"])
         assert found["half"] >= KILLS // 5, "too few kills hit a save"
         code, newest = found["last"]
@@ -132,7 +132,7 @@ def start(script, *arguments):
 
 @pytest.mark.once
 def test_two_processes_that_save_to_one_directory(tmp_path):
-    """What `wait` calls saved is there, and the others are refused by a sentence that says who."""
+    """What `wait` reports as saved exists; the others are refused, with the holder named."""
     run = tmp_path / "run"
     racers = [start("write_race.py", run, 1000 * number, TRIES) for number in (1, 2)]
     for racer in racers:
@@ -140,7 +140,7 @@ def test_two_processes_that_save_to_one_directory(tmp_path):
     outcomes = [racer.communicate("go\n", timeout=120) for racer in _released(racers)]
     found = [json.loads(out) for out, _ in outcomes]
     saved = sorted(step for one in found for step in one["saved"])
-    refused = [told for one in found for told in one["refused"]]
+    refused = [message for one in found for message in one["refused"]]
     assert len(saved) + len(refused) == 2 * TRIES
     checkpoints = sw.Checkpoints(run)
     assert checkpoints.steps() == saved
@@ -148,15 +148,15 @@ def test_two_processes_that_save_to_one_directory(tmp_path):
         checkpoints.restore(RECIPE, layout(), step=step)
     assert sorted(path.name for path in run.iterdir()) == sorted(map(str, saved))
     pattern = (
-        rf"checkpoints cannot be saved to {run}: (process \d+ on \S+ is saving there, since "
-        r"[-\d]+ [:\d]+|another process is saving there); wait until it has ended, or give "
+        rf"checkpoints cannot be saved to {run}: (process \d+ on \S+ has been saving there since "
+        r"[-\d]+ [:\d]+|another process is saving there); wait until it exits, or use "
         r"another directory"
     )
-    assert all(re.fullmatch(pattern, told) for told in refused), refused[:3]
+    assert all(re.fullmatch(pattern, message) for message in refused), refused[:3]
 
 
 def _released(racers):
-    for racer in racers:  # all of them, before the first is waited for
+    for racer in racers:  # all of them, before waiting for the first
         racer.stdin.write("go\n")
         racer.stdin.flush()
     return racers
@@ -176,10 +176,10 @@ def test_a_directory_that_another_process_has(tmp_path):
             with pytest.raises(sw.CheckpointError) as caught:
                 action()
             assert f"{tmp_path}: process {other.pid} on " in str(caught.value)
-        # A reader needs no lock, and the lock is nothing that is there.
+        # A reader needs no lock, and the lock file is not listed.
         with pytest.raises(sw.CheckpointError, match="has no checkpoints: it is empty$"):
             checkpoints.about()
-        other.kill()  # and with it goes the lock, whose file stays
+        other.kill()  # this releases the lock, but its file stays
         other.wait()
     assert (tmp_path / ".lock").exists()
     save(checkpoints, 1)
@@ -190,12 +190,12 @@ def test_a_directory_that_another_process_has(tmp_path):
 def test_two_writers_of_one_process(tmp_path):
     first, second = sw.Checkpoints(tmp_path), sw.Checkpoints(tmp_path)
     first.require_writable()
-    second.require_writable()  # the first has saved nothing: it keeps nobody waiting
+    second.require_writable()  # the first has saved nothing, so it does not block others
     second.save(1, state())
     with pytest.raises(sw.CheckpointError) as caught:
         first.save(2, state())
     assert str(caught.value) == (
-        f"checkpoints cannot be saved to {tmp_path}: this process has it open for writing already: "
+        f"checkpoints cannot be saved to {tmp_path}: this process is already saving there: "
         f"close() the other Checkpoints first"
     )
     second.close()
@@ -211,7 +211,7 @@ def test_a_lock_is_not_kept_by_a_forked_child(tmp_path):
     child = os.fork()
     if not child:
         os.close(writing)
-        os.read(reading, 1)  # until the parent is done
+        os.read(reading, 1)  # wait until the parent is done
         os._exit(0)
     checkpoints.close()
     other = sw.Checkpoints(tmp_path)
@@ -223,7 +223,7 @@ def test_a_lock_is_not_kept_by_a_forked_child(tmp_path):
 
 
 def test_a_step_that_is_gone_when_its_save_is_done(tmp_path, monkeypatch):
-    """As another program that cleans up may do it: no save is called done that is not there."""
+    """As a cleanup program might: a save that no longer exists is not reported as done."""
     from shardwise._checkpoint import orbax
 
     wait = orbax.Writer.wait
@@ -235,7 +235,7 @@ def test_a_step_that_is_gone_when_its_save_is_done(tmp_path, monkeypatch):
     with pytest.raises(sw.CheckpointError) as caught:
         checkpoints.wait()
     assert str(caught.value) == (
-        f"step 1 could not be saved to {tmp_path}: when it was done, its file state/_METADATA is "
+        f"step 1 could not be saved to {tmp_path}: after the save, its file state/_METADATA is "
         f"missing"
     )
     monkeypatch.undo()
@@ -261,11 +261,11 @@ DAMAGES = {
 }
 
 
-# Orbax drops its other reads when one has failed, and Python says that of each.
+# Orbax drops its other reads when one has failed, and Python warns about each.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_any_file_of_a_step_is_told_or_harmless(damaged, damage):
-    rng, told = random.Random(damage), set()
+def test_damage_to_any_file_of_a_step_is_detected_or_harmless(damaged, damage):
+    rng, found = random.Random(damage), set()
     step = damaged.directory / "2"
     files = sorted(path for path in step.rglob("*") if path.is_file())
     assert {path.name for path in files} >= {"_METADATA", "manifest.ocdbt", "about.json"}
@@ -278,17 +278,17 @@ def test_damage_to_any_file_of_a_step_is_told_or_harmless(damaged, damage):
         try:
             assert is_intact(damaged, 2), path
         except sw.CheckpointError as error:
-            told.add(path.relative_to(step).parts[0])
+            found.add(path.relative_to(step).parts[0])
             assert str(error).startswith(
                 (f"step 2 in {damaged.directory} ", str(damaged.directory))
             )
         path.write_bytes(data)
-    assert "state" in told, "no file that matters was damaged"
+    assert "state" in found, "no file that matters was damaged"
     assert is_intact(damaged, 1) and is_intact(damaged, 2)
-    gc.collect()  # here, and not in another test
+    gc.collect()  # here rather than in another test
 
 
-def test_a_flipped_bit_of_an_array_is_told_with_its_name(damaged):
+def test_a_flipped_bit_is_reported_with_the_name_of_the_array(damaged):
     arrays = sorted((damaged.directory / "2").rglob("d/*"), key=lambda path: path.stat().st_size)
     data = arrays[-1].read_bytes()
     place = data.find(np.arange(200, 210, dtype="float32").tobytes())
@@ -297,15 +297,15 @@ def test_a_flipped_bit_of_an_array_is_told_with_its_name(damaged):
     with pytest.raises(sw.CheckpointError) as caught:
         damaged.restore(RECIPE, layout())
     pattern = (
-        rf"step 2 in {damaged.directory} is damaged: what was read of \S+ is not what was saved; "
-        r"other steps there: 1; remove it to go on from them"
+        rf"step 2 in {damaged.directory} is damaged: the values of \S+ are not those that were saved; "
+        r"remove it to continue from another step: 1"
     )
     assert re.fullmatch(pattern, str(caught.value))
     assert is_intact(damaged, 1)
 
 
 def find_kernel(checkpoints):
-    """Returns the file that holds step 2's kernel, and where in it the numbers 200 to 209 are."""
+    """Returns the file with step 2's kernel, and the offset of the numbers 200 to 209 in it."""
     for path in (checkpoints.directory / "2").rglob("d/*"):
         place = path.read_bytes().find(np.arange(200, 210, dtype="float32").tobytes())
         if place > 0:
@@ -314,39 +314,39 @@ def find_kernel(checkpoints):
 
 
 def refuses(checkpoints, *meshes):
-    """Asserts that a restore onto each mesh, and a run, refuse step 2; returns the sentence."""
-    told = set()
+    """Asserts that restores on each mesh, and a run, refuse step 2; returns the message."""
+    messages = set()
     for axes in meshes:
         count = int(axes.split("=")[1])
         here = sw.layout(make, sw.mesh(axes, on=f"cpu:{count}"), sw.fsdp("data", min_bytes=0))
         with pytest.raises(sw.CheckpointError) as caught:
             checkpoints.restore(RECIPE, here, step=2)
-        told.add(str(caught.value))
+        messages.add(str(caught.value))
     data = sw.data(np.ones((16, 64), "float32"))
     with pytest.raises(sw.CheckpointError) as caught:
         sw.fit(RECIPE, layout(), data, steps=3, checkpoints=checkpoints, show=False)
     checkpoints.close()
-    (sentence,) = told | {str(caught.value)}
-    return sentence
+    (message,) = messages | {str(caught.value)}
+    return message
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_an_even_number_of_flipped_signs_is_told(damaged, count):
-    """The sum of format 1 did not see it: 2**31 twice is 0."""
+def test_an_even_number_of_flipped_signs_is_detected(damaged, count):
+    """The sum of format 1 did not detect this: 2**31 twice is 0."""
     path, place = find_kernel(damaged)
     data = bytearray(path.read_bytes())
     for number in range(count):
         data[place + 4 * number + 3] ^= 0x80
     path.write_bytes(data)
-    told = refuses(damaged, "data=1", "data=4")
-    assert "is damaged: what was read of" in told and told.startswith(
+    message = refuses(damaged, "data=1", "data=4")
+    assert "is damaged: the values of" in message and message.startswith(
         f"step 2 in {damaged.directory}"
     )
     assert is_intact(damaged, 1)
 
 
 def test_a_checkpoint_of_format_1(tmp_path):
-    """Written by version 0.1: it is restored, onto any mesh, and its damage is told."""
+    """Written by version 0.1: it is restored on any mesh, and damage to it is detected."""
     shutil.copytree(Path(__file__).with_name("format1"), tmp_path / "run")
     checkpoints = sw.Checkpoints(tmp_path / "run")
 
@@ -370,8 +370,8 @@ def test_a_checkpoint_of_format_1(tmp_path):
     del body["crc32"]
     body["arrays"]["model.kernel"]["digest"] ^= 1
     about.write_text(sealed(body))
-    told = "is damaged: what was read of model.kernel is not what was saved$"
-    with pytest.raises(sw.CheckpointError, match=told):
+    message = "is damaged: the values of kernel are not those that were saved$"
+    with pytest.raises(sw.CheckpointError, match=message):
         checkpoints.restore(recipe, here)
     path = sorted((tmp_path / "run").rglob("d/*"))[0]
     path.write_bytes(b"")
@@ -380,28 +380,28 @@ def test_a_checkpoint_of_format_1(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, 10])
-def test_a_file_that_is_cut_short_is_told_before_anything_is_read(damaged, size):
+def test_a_truncated_file_is_reported_before_anything_is_read(damaged, size):
     step = damaged.directory / "2"
     for path in sorted(step.rglob("d/*")):
         data = path.read_bytes()
         path.write_bytes(data[:size])
         name = path.relative_to(step)
-        told = (
-            f"step 2 in {damaged.directory} is damaged: its file {name} has {size} bytes, and was "
-            f"saved with {len(data)}; other steps there: 1; remove it to go on from them"
+        message = (
+            f"step 2 in {damaged.directory} is damaged: its file {name} has {size} bytes "
+            f"instead of {len(data)}; remove it to continue from another step: 1"
         )
         for action in (damaged.preflight, damaged.restore):
             with pytest.raises(sw.CheckpointError) as caught:
                 action(RECIPE, layout())
-            assert str(caught.value) == told
+            assert str(caught.value) == message
         path.write_bytes(data)
     path.unlink()
-    with pytest.raises(sw.CheckpointError, match=f"its file {name} is missing; other"):
+    with pytest.raises(sw.CheckpointError, match=f"its file {name} is missing; remove"):
         damaged.preflight(RECIPE, layout())
 
 
 def test_a_refused_restore_prints_nothing_else(damaged, tmp_path):
-    """Files of the right size and with wrong contents, which TensorStore itself refuses."""
+    """Files of the right size but with wrong contents, which TensorStore itself refuses."""
     for path in (damaged.directory / "2").rglob("d/*"):
         path.write_bytes(bytes(path.stat().st_size))
     script = """
@@ -416,15 +416,15 @@ except sw.CheckpointError as error:
 """
     done = subprocess.run(
         [sys.executable, "-c", script, str(damaged.directory)],
-        env=environment() | {"PYTHONPATH": str(HERE.parent)},
+        env=environment() | {"PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert re.fullmatch(
-        r"step 2 in \S+ could not be restored: a file of it is damaged.*\n", done.stdout
+        r"step 2 in \S+ could not be restored: one of its files is damaged.*\n", done.stdout
     )
-    # What other libraries say while they are imported is not ours.
+    # Ignore what other libraries print while they are imported.
     assert (
         "asyncio" not in done.stderr and "Traceback" not in done.stderr.rpartition("installed?")[2]
     )
@@ -439,7 +439,7 @@ def test_a_missing_metadata_file(damaged, file):
             action(RECIPE, layout())
         assert str(caught.value) == (
             f"step 2 in {damaged.directory} is damaged: its file {file} is missing; "
-            f"other steps there: 1; remove it to go on from them"
+            f"remove it to continue from another step: 1"
         )
     assert is_intact(damaged, 1)
 
@@ -459,7 +459,7 @@ def test_a_damaged_about(damaged, text, reason):
         damaged.about()
     assert str(caught.value) == (
         f"step 2 in {damaged.directory} is damaged: its file about/about.json {reason}; "
-        f"other steps there: 1; remove it to go on from them"
+        f"remove it to continue from another step: 1"
     )
     assert is_intact(damaged, 1)
 
@@ -467,12 +467,14 @@ def test_a_damaged_about(damaged, text, reason):
 def test_an_about_of_another_format(damaged):
     path = damaged.directory / "2/about/about.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
-    with pytest.raises(sw.CheckpointError, match="is of format 9, this version reads 2 and older$"):
+    with pytest.raises(
+        sw.CheckpointError, match="has format 9: this version reads format 2 and older$"
+    ):
         damaged.restore(RECIPE, layout())
 
 
-def test_a_flipped_bit_anywhere_in_about_is_no_raw_error(damaged):
-    """It has the data's position, the digests and the shapes: nothing of it may change unseen."""
+def test_a_flipped_bit_anywhere_in_about_is_a_clear_error(damaged):
+    """It has the data position, digests and shapes: no change to it may go unnoticed."""
     path = damaged.directory / "2/about/about.json"
     data, raw, unseen = path.read_bytes(), [], []
     want = json.loads(data)
@@ -490,20 +492,20 @@ def test_a_flipped_bit_anywhere_in_about_is_no_raw_error(damaged):
     assert not unseen
 
 
-# --- nowhere to go --------------------------------------------------------------------------------
+# --- not writable --------------------------------------------------------------------------------
 
 
 def refusals(directory):
-    """Returns what restoring and saving say, with the directory left out."""
+    """Returns the messages of a restore and a save, with the directory replaced."""
     checkpoints = sw.Checkpoints(directory)
-    told = []
+    results = []
     for action in (lambda: checkpoints.restore(RECIPE, layout()), lambda: save(checkpoints, 1)):
         try:
             action()
-            told.append("ok")
+            results.append("ok")
         except sw.CheckpointError as error:
-            told.append(str(error).replace(str(directory), "DIR"))
-    return told
+            results.append(str(error).replace(str(directory), "DIR"))
+    return results
 
 
 def a_file(path):
@@ -523,16 +525,16 @@ def something_else(path):
     [
         (lambda p: p, "DIR does not exist, so it has no checkpoints", "ok"),
         (lambda p: p.mkdir() or p, "DIR has no checkpoints: it is empty", "ok"),
-        (something_else, "DIR has no checkpoints: it holds 2024, notes.txt, photos", "ok"),
+        (something_else, "DIR has no checkpoints: it contains 2024, notes.txt, photos", "ok"),
         (
             a_file,
             "DIR is a file, so it has no checkpoints",
-            "step 1 could not be saved to DIR: a part of the path is a file",
+            "step 1 could not be saved to DIR: part of the path is a file",
         ),
         (
             lambda p: a_file(p) / "runs",
             "DIR does not exist, so it has no checkpoints",
-            "step 1 could not be saved to DIR: a part of the path is a file",
+            "step 1 could not be saved to DIR: part of the path is a file",
         ),
     ],
     ids=["absent", "empty", "something else", "a file", "below a file"],
@@ -546,35 +548,35 @@ def run_disk(mode, directory, before=()):
     began = time.time()
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    # A save that failed leaves no thread that the process would wait for.
-    assert time.time() - told.pop("ended_at") < 10, time.time() - began
-    return told, done.stderr
+    results = json.loads(done.stdout)
+    # A failed save leaves no thread that the process would wait for.
+    assert time.time() - results.pop("ended_at") < 10, time.time() - began
+    return results, done.stderr
 
 
 @pytest.mark.once
 def test_a_full_disk(tmp_path):
-    told, _ = run_disk("full", tmp_path, OWN_MOUNTS)
+    results, _ = run_disk("full", tmp_path, OWN_MOUNTS)
     full = "step {} could not be saved to DIR: the disk is full"
-    assert told == {
+    assert results == {
         "first": "ok",
         "full": full.format(2),
         "full again": full.format(3),
         "steps": [1],
         "older": "ok",
         "with room": "ok",
-        "left": ["1", "4"],  # what a failed save wrote takes no room from the next
+        "left": ["1", "4"],  # a failed save leaves nothing behind that takes up space
     }
 
 
 @pytest.mark.once
 def test_a_read_only_directory(tmp_path):
-    told, _ = run_disk("readonly", tmp_path, OWN_MOUNTS)
+    results, _ = run_disk("readonly", tmp_path, OWN_MOUNTS)
     refused = "step {} could not be saved to DIR{}: the file system is read-only"
-    assert told == {
+    assert results == {
         "first": "ok",
         "read-only": refused.format(2, ""),
-        "begun anew": refused.format(3, ""),
+        "new run": refused.format(3, ""),
         "below": refused.format(4, "/runs/a"),
         "steps": [1],
         "older": "ok",
@@ -582,9 +584,9 @@ def test_a_read_only_directory(tmp_path):
 
 
 def test_preflight_says_what_is_read(tmp_path):
-    """Equal to a hundredth where parts are whole chunks; one cut crosswise each device may read."""
-    told, _ = run_disk("read", tmp_path)
-    for name, (planned, read) in told.items():
+    """Equal to 1% if shards are complete chunks; chunks split the other way are read by each device."""
+    results, _ = run_disk("read", tmp_path)
+    for name, (planned, read) in results.items():
         assert planned > 64 * 2**20
         most = 8 if name in ("crosswise", "grid") else 1.01
         assert planned <= read <= most * planned, (name, read / planned)

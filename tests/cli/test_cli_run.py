@@ -62,7 +62,7 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
         "another directory\n"
     )
     status, out, err = run(*train, "--steps", "6", "--resume")
-    assert status in (None, 0) and "resumed after step 4" in err and "step 6/6" in err
+    assert status in (None, 0) and "resumed from step 4" in err and "step 6/6" in err
 
     status, out, err = run("checkpoints", "runs/a")
     assert status in (None, 0)
@@ -77,13 +77,13 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     preflight = ("checkpoints", "runs/a", "--mesh", "data=4", "--strategy", "dp", "--preflight")
     status, out, err = run(*preflight, "small.py:recipe")
     assert status in (None, 0)
-    assert out == ("no findings\nstep 6: 6.4 KiB in all; one process needs 6.4 KiB (exact)\n")
+    assert out == ("no findings\nstep 6: 6.4 KiB in total; one process reads 6.4 KiB (exact)\n")
     status, out, err = run(*preflight, "small.py:plain", "--step", "4")
     assert status == 1 and out.startswith(
         "error[SW402] extra-in-checkpoint: optimizer.0.count\n"
-        "  the checkpoint has int32[], the recipe has no such array\n"
-        "  help: resume with the optimizer that it was trained with; or restore with that one, and "
-        "start another run from its model\n"
+        "  the checkpoint has int32[], but the recipe has no such array\n"
+        "  help: resume with the optimizer that it was trained with; or restore with that optimizer, and "
+        "start a new run from the restored model\n"
         "error[SW402] extra-in-checkpoint: optimizer.0.mu.**\n"
         "  2 arrays, the first optimizer.0.mu.bias: the checkpoint has float32["
     )
@@ -95,12 +95,12 @@ def test_train_saves_and_resumes_and_checkpoints_lists(run):
     ]
     status, out, err = run("train", "small.py:plain", *train[2:], "--steps", "8", "--resume")
     assert status == 2 and err.splitlines()[-1].startswith(
-        "shardwise: 5 findings: optimizer.0.count: SW402 the checkpoint has int32[], the recipe has "
+        "shardwise: 5 findings: optimizer.0.count: SW402 the checkpoint has int32[], but the recipe has "
         "no such array; optimizer.0.mu.** (2 arrays, the first optimizer.0.mu.bias): SW402 "
     )
     assert err.endswith(
-        " (help: resume with the optimizer that it was trained with; or restore with that one, and "
-        "start another run from its model)\n"
+        " (help: resume with the optimizer that it was trained with; or restore with that optimizer, "
+        "and start a new run from the restored model)\n"
     )
 
     rows = json.loads(run("checkpoints", "runs/a", "--step", "4", "--format", "json")[1])
@@ -137,7 +137,7 @@ WRONG = {
     ),
     "no such data": (
         ("train", "small.py:recipe", *RUN, "--steps", "1", "--data", "tokens.npy", "--length", "8"),
-        "the file of tokens tokens.npy does not exist",
+        "the token file tokens.npy does not exist",
     ),
     "resume from nowhere": (
         ("train", "small.py:recipe", *RUN, "--steps", "1", "--resume"),
@@ -149,7 +149,7 @@ WRONG = {
     ),
     "no devices": (
         ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
-        "the layout is on data=8 of no devices, so nothing can be placed on it: give "
+        "the layout's mesh data=8 has no devices, so nothing can be placed on it: give "
         "--on here for the devices present, or --on cpu:8 for virtual ones",
     ),
     "nothing there": (
@@ -158,7 +158,7 @@ WRONG = {
     ),
     "something else": (
         ("checkpoints", "."),
-        "{folder} has no checkpoints: it holds bare.py, small.py, train.py",
+        "{folder} has no checkpoints: it contains bare.py, small.py, train.py",
     ),
     "a preflight onto nothing": (
         ("checkpoints", ".", "--preflight", "small.py:recipe"),
@@ -214,7 +214,7 @@ def test_demo_shows_a_whole_run(run):
     assert "planned against live: no findings" in out
     apart = float(re.search(r"at most (\S+) from", out)[1])
     assert apart < 1e-5
-    assert "resumed after step 2" in err and "step 4/4" in err
+    assert "resumed from step 2" in err and "step 4/4" in err
 
 
 ADVICE = {
@@ -224,21 +224,20 @@ ADVICE = {
     ),
     "ended": (
         ("short.py:recipe", "--steps", "3"),
-        "the data ended before step 3 of 3: give --steps 2, or data of more epochs",
+        "the data ended before step 3 of 3: give --steps 2, or data with more epochs",
     ),
     "length": (
         ("train.py:recipe", "--steps", "1", "--data", "tokens.npy"),
-        "the file of tokens tokens.npy is not cut into samples: "
-        "give --length N, the tokens of one sample",
+        "the token file tokens.npy must be cut into samples: "
+        "give --length N, the number of tokens per sample",
     ),
     "dtype": (
         ("train.py:recipe", "--steps", "1", "--data", "tokens.bin", "--length", "16"),
-        "the file of tokens tokens.bin has no header that says its dtype: "
-        "give --dtype, such as uint16",
+        "the token file tokens.bin has no header with its dtype: give --dtype, such as uint16",
     ),
     "logs": (
         ("small.py:recipe", "--steps", "1", "--logs", "small.py/logs"),
-        "logs cannot be written to small.py/logs: a part of the path is a file",
+        "logs cannot be written to small.py/logs: part of the path is a file",
     ),
 }
 

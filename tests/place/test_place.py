@@ -1,4 +1,4 @@
-"""Placing: sw.init and sw.shard against what JAX builds and where its arrays lie."""
+"""Placing: sw.init and sw.shard, compared with what JAX builds and where its arrays are."""
 
 import functools
 import os
@@ -20,11 +20,11 @@ MESHES = ("data=8", "model=8", "data=2,model=4")
 
 
 class Scale(nnx.Variable):
-    """A variable type of the user's own."""
+    """A user-defined variable type."""
 
 
 class Mixed(nnx.Module):
-    """Batch statistics, dropout with its own rngs, and a variable type of the user's own."""
+    """Batch statistics, dropout with its own rngs, and a user-defined variable type."""
 
     def __init__(self, rngs):
         self.inner = nnx.Linear(8, 16, rngs=rngs)
@@ -55,7 +55,7 @@ class Containers(nnx.Module):
 
 
 class Wide(nnx.Module):
-    """Leaves of thousands of elements: layers alike, and leaves that are made of others."""
+    """Leaves with thousands of elements: identical layers, and leaves computed from others."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.Linear(64, 128, rngs=rngs) for _ in range(3)])
@@ -97,7 +97,7 @@ def mesh(axes, **more):
 
 
 def split_all(axes):
-    """Returns rules that split each leaf over every axis of the mesh, where it divides."""
+    """Returns rules that split each leaf over every mesh axis that divides it."""
     return [sw.fsdp(axis.partition("=")[0], min_bytes=0) for axis in axes.split(",")]
 
 
@@ -110,7 +110,7 @@ def unsharded(name):
 
 @functools.cache
 def placed(name, axes):
-    """Returns a layout that splits every leaf, and the model that sw.init builds by it."""
+    """Returns a layout that splits every leaf, and the model that sw.init builds with it."""
     layout = sw.layout(MODELS[name], mesh(axes), split_all(axes))
     return layout, sw.init(MODELS[name], layout)
 
@@ -125,7 +125,7 @@ def leaves(model):
 
 
 def assert_lies(layout, model):
-    """Asserts that every array lies on the layout's mesh, cut as planned."""
+    """Asserts that every array is on the layout's mesh, sharded as planned."""
     assert not sw.audit(layout, model)
     for leaf, array in zip(layout.leaves, leaves(model), strict=True):
         assert array.sharding.mesh == layout.mesh, leaf.path
@@ -137,7 +137,7 @@ def assert_lies(layout, model):
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_init_gives_the_same_values_in_shards(name, axes):
-    """flax#3701, flax#5127, jax#40232: no array is whole, shardings are right, values the same."""
+    """flax#3701, flax#5127, jax#40232: no full copies, correct shardings, identical values."""
     layout, model = placed(name, axes)
     assert_lies(layout, model)
     for leaf in layout.leaves:
@@ -156,7 +156,7 @@ def test_init_gives_the_same_values_in_shards(name, axes):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trees_are_those_of_the_model(name):
-    """flax#4129, flax#5110: shardings that pair with the state that the user's model has."""
+    """flax#4129, flax#5110: shardings with the structure of the user's model state."""
     layout, model = placed(name, "data=8")
     plain = MODELS[name]()
     graphdef, state = nnx.split(plain)
@@ -171,7 +171,7 @@ def test_trees_are_those_of_the_model(name):
 
 @pytest.mark.bitwise
 def test_shardings_serve_the_users_own_jit():
-    """flax#4129: out_shardings of a hand-written initialisation, which keeps no array whole."""
+    """flax#4129: out_shardings for a hand-written initialisation without full copies."""
     layout, model = placed("mlp", "data=8")
     built = jax.jit(lambda: nnx.split(MODELS["mlp"]())[1], out_shardings=layout.shardings)()
     assert_lies(layout, built)
@@ -200,7 +200,7 @@ def test_placed_models_run():
 @pytest.mark.parametrize("explicit", [True, ("model",), ("data",)], ids=str)
 @pytest.mark.parametrize("name", ["mlp", "mixed", "stacked"])
 def test_explicit_meshes(name, explicit):
-    """tpu-inference#1917, equinox#1175: Explicit axes break no model here."""
+    """tpu-inference#1917, equinox#1175: Explicit axes do not break these models."""
     make, axes = MODELS[name], "data=2,model=4"
     layout = sw.layout(make, mesh(axes, explicit=explicit), split_all(axes))
     assert AxisType.Explicit in layout.mesh.axis_types
@@ -246,7 +246,7 @@ def test_a_mesh_without_devices_is_refused():
     make = Counted(MODELS["mlp"])
     layout = sw.layout(make, sw.mesh("data=2,model=4", on="none"))
     make.calls = 0
-    words = "layout is on data=2,model=4 of no devices.*layout.on(sw.mesh('data=2,model=4'))"
+    words = "layout's mesh data=2,model=4 has no devices.*layout.on(sw.mesh('data=2,model=4'))"
     for place in (lambda: sw.init(make, layout), lambda: sw.shard(make.make(), layout)):
         with pytest.raises(ValueError, match=words.replace("(", r"\(").replace(")", r"\)")):
             place()
@@ -282,9 +282,12 @@ REFUSED = {
         lambda width: models.Mlp(width, 32, nnx.Rngs(0)),
         "needs the argument 'width'",
     ),
-    "a-model": (models.Mlp(16, 32, nnx.Rngs(0)), "use sw.shard for a model that exists"),
+    "a-model": (
+        models.Mlp(16, 32, nnx.Rngs(0)),
+        "use sw.shard for a model that already has arrays",
+    ),
     "no-model": (lambda: {"kernel": jnp.zeros(3)}, "returned a dict: it must return an nnx.Module"),
-    "not-callable": (None, "got a NoneType"),
+    "not-callable": (None, "builds the model, got NoneType"),
 }
 
 
@@ -315,7 +318,7 @@ LOGICAL = {"embed": "data", "mlp": "model"}
 @pytest.mark.parametrize("names", [("data", "model"), ("embed", "mlp")], ids=["axes", "logical"])
 @pytest.mark.parametrize("spelling", ["sharding", "sharding_names", "out_sharding"])
 def test_annotated_models_need_no_context(spelling, names, other):
-    """sglang-jax#253, maxdiffusion#265, flax#5248: no set_mesh is asked for, none disturbs."""
+    """sglang-jax#253, maxdiffusion#265, flax#5248: set_mesh is not needed, and does not interfere."""
 
     def make():
         return Annotated(spelling, names, nnx.Rngs(0))
@@ -339,7 +342,7 @@ def test_annotated_models_need_no_context(spelling, names, other):
 
 @pytest.mark.bitwise
 def test_shard_moves_from_mesh_to_mesh():
-    """orbax#648 and flax#5110 without a checkpoint: another mesh, another layout, the same values."""
+    """orbax#648 and flax#5110 without a checkpoint: same values on another mesh and layout."""
     make = MODELS["mixed"]
     model = make()
     for axes in ("data=8", "data=2,model=4", "model=8"):

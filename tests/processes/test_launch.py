@@ -1,4 +1,4 @@
-"""Many processes: real ones on this machine, started, joined, lost and ended."""
+"""Real processes on this machine: started, joined, lost and ended."""
 
 import inspect
 import os
@@ -31,7 +31,9 @@ TRAIN = [sys.executable, str(HERE / "train.py")]
 LAUNCH = [sys.executable, str(HERE / "launch.py")]
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"
 HOST = socket.gethostname()
-TIMEOUT = 6  # half of it goes by until silence is told to all: on a busy machine, 2 s are few
+TIMEOUT = (
+    6  # half of it passes before a silent process is announced: 2 s is too short on a busy machine
+)
 
 
 def free_port():
@@ -41,7 +43,7 @@ def free_port():
 
 
 def environment(**extra):
-    # The tests' own eight devices and XLA flags stay with the tests.
+    # Do not pass on the eight devices and XLA flags of the tests themselves.
     names = ("SHARDWISE_", "XLA_FLAGS", "SLURM_", "OMPI_", "JAX_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(names)}
     return kept | {"PYTHONUNBUFFERED": "1", "JAX_PLATFORMS": "cpu"} | extra
@@ -70,7 +72,7 @@ def read_until(process, text):
         lines.append(line)
         if text in line:
             return "".join(lines)
-    raise AssertionError(f"{text!r} never came: {''.join(lines)}")
+    raise AssertionError(f"{text!r} was never written: {''.join(lines)}")
 
 
 def pids(text):
@@ -91,7 +93,7 @@ def wait_until_gone(numbers, seconds=5):
         time.sleep(0.05)
 
 
-def test_lines_come_whole_behind_their_index(capfd):
+def test_lines_are_forwarded_complete_with_their_index(capfd):
     assert launch([*TALK, "lines"], 2) == 0
     out, err = capfd.readouterr()
     for index in (0, 1):
@@ -116,15 +118,15 @@ def test_devices_reach_the_process(devices, capfd, monkeypatch):
 def test_a_failure_is_named_and_ends_the_rest(mode, code, how, capfd):
     assert launch([*TALK, mode], 3) == code
     out, err = capfd.readouterr()
-    assert f"shardwise: process 1 {how}; ending the other 2\n" in err
-    # One that was slow to start may have been ended before it wrote its own.
+    assert f"shardwise: process 1 {how}; terminating the other 2\n" in err
+    # One that was slow to start may have been terminated before it wrote its pid.
     assert pids(out)
     wait_until_gone(pids(out))
 
 
 def test_a_process_that_ignores_sigterm_is_killed(capfd, monkeypatch):
     monkeypatch.setattr("shardwise._processes.launcher.GRACE_SECONDS", 0.5)
-    # Its own signal is ignored as soon as it waits, long before the other one ends.
+    # It ignores SIGTERM as soon as it waits, long before the other one exits.
     stubborn = (
         "import os, runpy, sys, time;"
         f"sys.argv = ['talk', 'stubborn']; first = os.environ['SHARDWISE_PROCESS'] == '0';"
@@ -132,7 +134,7 @@ def test_a_process_that_ignores_sigterm_is_killed(capfd, monkeypatch):
     )
     assert launch([sys.executable, "-c", stubborn], 2) == 3
     out, err = capfd.readouterr()
-    assert "process 0 did not end within 0 s of SIGTERM: SIGKILL" in err
+    assert "process 0 did not exit within 0 s of SIGTERM; sending SIGKILL" in err
     wait_until_gone(pids(out))
 
 
@@ -161,7 +163,7 @@ def test_a_second_signal_ends_processes_that_ignore_the_first():
         launcher.terminate()
         rest, _ = launcher.communicate(timeout=5)
     assert launcher.returncode == 143
-    assert "shardwise: SIGTERM came again; ending all processes\n" in rest
+    assert "shardwise: received a second SIGTERM; terminating all processes\n" in rest
     wait_until_gone(pids(text))
 
 
@@ -172,7 +174,7 @@ def test_the_processes_end_with_a_launcher_that_is_killed():
         own = [int(pid) for pid in re.findall(r"pid \d (\d+)", text)]
         assert len(own) == 2
         wait_until_gone(own)
-        # The processes that they had started are out of the launcher's reach by then.
+        # Their own child processes are out of the launcher's reach by then.
         for pid in set(pids(text)) - set(own):
             os.kill(pid, signal.SIGKILL)
 
@@ -193,11 +195,11 @@ def test_a_reader_that_leaves_ends_the_run():
 @pytest.mark.parametrize(
     "command, processes, devices, text",
     [
-        (["no-such-program"], 1, None, "'no-such-program' is not on the path"),
-        ([], 1, None, "starts a program and its arguments, got []"),
+        (["no-such-program"], 1, None, "'no-such-program' is neither on the PATH nor"),
+        ([], 1, None, "a non-empty list of a program and its arguments, got []"),
         ("python train.py", 1, None, "got 'python train.py'"),
-        (["python"], 0, None, "a whole number of processes, at least 1, got 0"),
-        (["python"], 2, 0, "a whole number of devices, at least 1, got 0"),
+        (["python"], 0, None, "the number of processes must be a positive integer, got 0"),
+        (["python"], 2, 0, "the number of devices must be a positive integer, got 0"),
     ],
 )
 def test_wrong_inputs(command, processes, devices, text, monkeypatch):
@@ -223,10 +225,10 @@ def test_sums_are_those_of_one_process(capfd):
 @pytest.mark.parametrize(
     "count, victim, number, why",
     [
-        (4, 2, signal.SIGKILL, "its process is gone from this host"),
-        (2, 0, signal.SIGKILL, "it is the coordinator, and does not answer"),
-        (3, 1, signal.SIGSTOP, f"nothing was heard of it for {TIMEOUT} s"),
-        (2, 0, signal.SIGSTOP, "it is the coordinator, and does not answer"),
+        (4, 2, signal.SIGKILL, "it is no longer running on this host"),
+        (2, 0, signal.SIGKILL, "it is the coordinator and does not respond"),
+        (3, 1, signal.SIGSTOP, f"it sent no heartbeat for {TIMEOUT} s"),
+        (2, 0, signal.SIGSTOP, "it is the coordinator and does not respond"),
     ],
     ids=["killed", "killed coordinator", "silent", "silent coordinator"],
 )
@@ -235,7 +237,7 @@ def test_a_lost_process_is_named_by_all_others(count, victim, number, why):
     try:
         for process in processes:
             read_until(process, "sum")
-        # A beat or two, so that each is known to the others.
+        # A heartbeat or two, so that the processes know each other.
         time.sleep(1)
         lost = processes[victim]
         lost.send_signal(number)
@@ -258,21 +260,23 @@ def test_a_process_that_fails_is_named_by_the_other(plain):
     processes = start_joined(2, "--fail", "1", *["--plain"] * plain)
     other, failed = (process.communicate(timeout=30)[0] for process in processes)
     assert [process.returncode for process in processes] == [75, 1]
-    assert "ValueError: this process has an error of its own" in failed
+    assert "ValueError: this process raised an error" in failed
     how = "failed: " if plain else r"failed during step \d+: "
-    assert re.search(rf"process 1 of 2 \(pid \d+ on host .*\) {how}ValueError: this pro", other)
+    assert re.search(
+        rf"process 1 of 2 \(pid \d+ on host .*\) {how}ValueError: this process raised", other
+    )
 
 
 def test_a_process_that_leaves_early_is_named_by_the_other():
     processes = start_joined(2, "--leave", "1", "--timeout", str(TIMEOUT))
-    # From here, and not from the start of both, which takes as long as the machine is busy.
+    # From here, since starting both takes long on a busy machine.
     before = read_until(processes[1], "leaves")
     since = time.monotonic()
     other, left = (process.communicate(timeout=60)[0] for process in processes)
     seconds = time.monotonic() - since
     assert [process.returncode for process in processes] == [75, 75]
     name = rf"process 1 of 2 \(pid {processes[1].pid} on host {re.escape(HOST)}\) ended"
-    assert re.search(f"{name}: process 0 still waits for it", other), other
+    assert re.search(f"{name}: process 0 is still waiting for it", other), other
     assert re.search(name, left), before + left
     assert seconds < 2 * TIMEOUT + MARGIN_SECONDS
 
@@ -292,12 +296,12 @@ def test_the_launcher_names_a_process_that_is_killed():
         os.kill(victim, signal.SIGKILL)
         rest, _ = launcher.communicate(timeout=20)
     assert launcher.returncode == 137
-    assert "shardwise: process 1 was killed by SIGKILL; ending the other\n" in rest
+    assert "shardwise: process 1 was killed by SIGKILL; terminating the other\n" in rest
     assert re.search(rf"\[0\] .*process 1 of 2 \(pid {victim} on host", rest)
     wait_until_gone(pids(text))
 
 
-def test_a_start_that_cannot_be_is_explained():
+def test_a_failed_start_is_explained():
     port = free_port()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -305,7 +309,7 @@ def test_a_start_that_cannot_be_is_explained():
         used = taken.getsockname()[1]
         cases = {
             (0, used): (1, f"ValueError: process 0 cannot listen on port {used} of 127.0.0.1"),
-            (0, port): (75, "shardwise: process 0 ends: not all 2 came within 1 s."),
+            (0, port): (75, "shardwise: process 0 exits: not all 2 processes joined within 1 s."),
             (1, free_port()): (1, "ValueError: process 1 of 2 could not reach the coordinator"),
         }
         started = {
@@ -368,7 +372,7 @@ def alone(monkeypatch):
     "extra, found",
     [
         ({}, "one process"),
-        # JAX needs the kubernetes package to ask further, and must not warn of it in any pod.
+        # JAX needs the kubernetes package to find out more, and must not warn about it in any pod.
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "one process"),
         ({"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"}, "Slurm"),
         # The shell of an salloc for four tasks is one step of one task.
@@ -405,19 +409,22 @@ LAUNCHED = {
 @pytest.mark.parametrize(
     "extra, text",
     [
-        ({"SHARDWISE_PROCESS": "0"}, "SHARDWISE_COORDINATOR and SHARDWISE_PROCESSES not set"),
-        (LAUNCHED | {"SHARDWISE_PROCESS": "x"}, "SHARDWISE_PROCESS is 'x', and must be a whole"),
-        (LAUNCHED | {"SHARDWISE_PROCESS": "2"}, "SHARDWISE_PROCESS is 2, and must be below"),
-        (LAUNCHED | {"SHARDWISE_PROCESSES": "0"}, "'0', and must be a whole number, at least 1"),
-        (LAUNCHED | {"SHARDWISE_COORDINATOR": "here"}, "is 'here', and must be host:port"),
-        (LAUNCHED, "a JAX backend has started, so processes can no longer be joined: call"),
+        (
+            {"SHARDWISE_PROCESS": "0"},
+            "set, but SHARDWISE_COORDINATOR and SHARDWISE_PROCESSES are not",
+        ),
+        (LAUNCHED | {"SHARDWISE_PROCESS": "x"}, "SHARDWISE_PROCESS must be an integer of"),
+        (LAUNCHED | {"SHARDWISE_PROCESS": "2"}, "SHARDWISE_PROCESS must be less than"),
+        (LAUNCHED | {"SHARDWISE_PROCESSES": "0"}, "must be an integer of at least 1, got '0'"),
+        (LAUNCHED | {"SHARDWISE_COORDINATOR": "here"}, "must be host:port, got 'here'"),
+        (LAUNCHED, "a JAX backend has already started, so processes can no longer be joined: call"),
         ({"PMI_SIZE": "2"}, "PMI_SIZE is 2, but JAX "),
-        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "no cluster is detected that tells how many"),
-        (SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "?"}, "could not rea"),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, "so the number of processes is unknown"),
+        (SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "?"}, "JAX detected"),
     ],
     ids=["partial", "word", "beyond", "none", "address", "late", "MPICH", "JAX", "Slurm"],
 )
-def test_an_environment_that_makes_no_sense(extra, text, alone):
+def test_inconsistent_environments_are_refused(extra, text, alone):
     jax.devices()
     for name, value in extra.items():
         alone.setenv(name, value)
@@ -426,8 +433,8 @@ def test_an_environment_that_makes_no_sense(extra, text, alone):
 
 
 @pytest.mark.parametrize("name", ["timeout_seconds", "start_seconds"])
-def test_seconds_are_seconds(name):
-    with pytest.raises(ValueError, match=f"{name} is 0, and must be a number of seconds"):
+def test_timeouts_must_be_positive(name):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number of at least 1, got 0"):
         distributed(**{name: 0})
 
 
@@ -471,32 +478,32 @@ def _sources():
     return "".join(map(inspect.getsource, (clusters.cluster, jax._src.distributed)))
 
 
-LAST_WORDS = """
+ABORT = """
 import os, threading
 from shardwise._processes import peers
 watch = peers.PeerWatch(peers.Processes(1, 2, "test"), 5.0)
 watch.guard()
 watch._loss = peers._Loss((0,), "was lost", "for a test")
-peers._store = lambda: 1 / 0  # JAX's locks may be held: it must not be asked
-held = threading.Event()
+peers._store = lambda: 1 / 0  # JAX's locks may be held: it must not be queried
+locked = threading.Event()
 def hold():
     with watch._naming:
-        held.set()
+        locked.set()
         threading.Event().wait()
 threading.Thread(target=hold, daemon=True).start()
-held.wait()
+locked.wait()
 os.abort()
 """
 
 
-def test_abort_ends_the_process_even_if_another_thread_is_stuck_in_the_midst_of_naming_the_loss():
+def test_abort_ends_the_process_even_if_another_thread_holds_the_lock():
     done = subprocess.run(
-        [sys.executable, "-c", LAST_WORDS],
+        [sys.executable, "-c", ABORT],
         env=environment(),
         capture_output=True,
         text=True,
         timeout=30,
     )
-    told = "process 0 of 2 was lost: for a test. Resume from the last checkpoint."
-    assert done.stderr == f"shardwise: {told} Process 1 ends with code 75.\n"
+    message = "process 0 of 2 was lost: for a test. Resume from the last checkpoint."
+    assert done.stderr == f"shardwise: {message} Process 1 exits with code 75.\n"
     assert done.returncode == 75

@@ -1,4 +1,4 @@
-"""Training on many processes: the same losses, one checkpoint for all, and no hanging."""
+"""Training on several processes: the same losses, one shared checkpoint, and no hangs."""
 
 import importlib.util
 import json
@@ -17,9 +17,9 @@ import pytest
 from models import ZOO
 
 HERE = Path(__file__).parents[1] / "scripts"
-TOLERANCE = 2e-5  # relative, float32: sums are rounded in another order
-ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script gives, and 10 more
-# What one run has compiled, the next one reads. None is killed before it has compiled all.
+TOLERANCE = 2e-5  # relative, float32: sums are rounded in a different order
+ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script sets, plus 10
+# Each run reads what earlier ones compiled. None is killed before it has compiled everything.
 COMPILED = tempfile.TemporaryDirectory(prefix="shardwise-compiled-")
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
@@ -65,14 +65,14 @@ def run_here(directory, axes, steps):
 
 
 def losses(directory):
-    """Returns the loss of each step, the last one told where a step was taken again."""
+    """Returns the loss of each step; for a repeated step, the last one reported."""
     lines = (Path(directory) / "logs" / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return {row["step"]: row["loss"] for row in rows}
 
 
 def read_until(process, pattern, seconds=120):
-    """Returns all matches' lines up to one that matches."""
+    """Returns all lines up to the first one that matches."""
     lines = []
     until = time.monotonic() + seconds
     for line in process.stdout:
@@ -103,7 +103,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def by_two(tmp_path_factory):
-    """The directory of a run by two processes."""
+    """The directory of a run on two processes."""
     directory = tmp_path_factory.mktemp("two")
     run(2, directory, "data=8", 12)
     return directory
@@ -129,9 +129,9 @@ def test_losses_of_two_are_those_of_one_process(straight, by_two):
     assert_same(losses(by_two), straight)
 
 
-def test_all_save_at_the_same_steps_by_the_clock_and_wait_for_none(straight, tmp_path):
+def test_timed_saves_happen_at_the_same_steps_without_waiting(straight, tmp_path):
     run(2, tmp_path, "data=8", 8, "--timed")
-    # What a step is late for is known two steps later: none waits for what the others say.
+    # A save that is due by time happens up to two steps later: no process waits for the others.
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == [3, 6, 8]
     assert_same(losses(tmp_path), straight, last=8)
 
@@ -140,7 +140,7 @@ def test_losses_of_four_are_those_of_one_process(straight, by_four):
     assert_same(losses(by_four[0]), straight)
 
 
-def test_checkpoint_by_two_goes_on_by_four_and_by_one(straight, by_four):
+def test_a_checkpoint_of_two_processes_resumes_on_four_and_on_one(straight, by_four):
     begun = by_four[1]
     assert json.loads((begun / "5/about/about.json").read_text())["processes"] == 2
     assert json.loads((begun / "10/about/about.json").read_text())["processes"] == 4
@@ -178,8 +178,8 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     assert "process 1 was killed by SIGKILL" in output, output
 
     with start(2, tmp_path, "data=8", 1000, "--slow") as process:
-        lines = read_until(process, r"resumed after step \d+")
-        resumed = int(re.search(r"resumed after step (\d+)", lines[-1])[1])
+        lines = read_until(process, r"resumed from step \d+")
+        resumed = int(re.search(r"resumed from step (\d+)", lines[-1])[1])
         assert resumed % 5 == 0
         lines += read_until(process, rf"step {resumed + 2}/1000")
         # To one of them: both stop, at the same step.
@@ -194,11 +194,11 @@ def test_one_killed_is_named_and_a_resume_goes_on_until_sigterm_stops_all(straig
     assert_same(found, straight)
 
 
-# --- processes that differ, and one that fails ----------------------------------------------------
+# --- processes that differ, and processes that fail -----------------------------------------------
 
 
 def differ(directory, *options):
-    """Returns the exit code, and what each process wrote."""
+    """Returns the exit code, and the output of all processes."""
     command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
     command += [sys.executable, str(HERE / "differ.py"), str(directory), *options]
     done = subprocess.run(
@@ -209,11 +209,11 @@ def differ(directory, *options):
 
 NAMED = r"process 1 of 2 \(pid \d+ on host \S+\)"
 DIFFERENCES = {
-    "rate": "differs from the others in the program of a step",
+    "rate": "differs from the others in the program of the training step",
     "seed": "differs from the others in the program that initialises the model",
-    "loss": "differs from the others in the program of a step",
-    "data": r"differs from the others in the data \(digest of some samples=\w+, against ",
-    "arguments": r"differs from the others in the arguments of fit \(steps=3, against steps=4\): ",
+    "loss": "differs from the others in the program of the training step",
+    "data": r"differs from the others in the data \(digest of some samples=\w+ instead of ",
+    "arguments": r"differs from the others in the arguments of fit \(steps=3 instead of steps=4\): ",
     "directory": r"sees no checkpoints in \S+-of-its-own, while process 0 sees step 2 in \S+/directory:",
 }
 
@@ -230,8 +230,8 @@ def differing(tmp_path_factory):
 
 def test_processes_that_differ_are_named_by_all(differing):
     _, output = differing
-    # A directory that one process sees late is waited for.
-    assert output.count("stale: went on to the end") == 2, output
+    # The run waits for a directory that one process sees late.
+    assert output.count("stale: ran to the end") == 2, output
     for mode, words in DIFFERENCES.items():
         for index in range(2):
             line = rf"\[{index}\] {mode}: ProcessesDiffer: {NAMED} {words}"
@@ -241,8 +241,8 @@ def test_processes_that_differ_are_named_by_all(differing):
 def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(differing):
     directory, output = differing
     words = (
-        r"corrupt: ReplicasDiffer: the copies of kernel differ after step 2: cpu \d+ of "
-        r"process 1 has other values than the other devices; the last good checkpoint is step 2 in"
+        r"corrupt: ReplicasDiffer: the replicas of kernel differ after step 2: cpu \d+ of "
+        r"process 1 has different values from the other devices; the last good checkpoint is step 2 in"
     )
     assert all(re.search(rf"\[{index}\] {words}", output) for index in range(2)), output
     assert [p.name for p in (directory / "corrupt").iterdir()] == ["2"]
@@ -250,7 +250,7 @@ def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(differing):
 
 def test_a_directory_that_processes_do_not_share_is_refused_before_training(differing):
     _, output = differing
-    words = r"process 1 does not find there what process 0 has written: the directory must be on"
+    words = r"process 1 does not see there what process 0 wrote: the directory must be on"
     for index in range(2):
         line = rf"\[{index}\] unshared: CheckpointError: checkpoints cannot .*: {words}"
         assert re.search(line, output), output

@@ -1,9 +1,9 @@
-"""Trains on all processes, of which the second one differs: `differ.py DIRECTORY MODE,MODE [exit]`.
+"""Trains on two processes, the second of which differs: `differ.py DIRECTORY MODE,MODE [exit]`.
 
-Prints how each ended, and ends by the last one's error, or with `exit` by status 4. The modes are
-another learning rate, seed, loss, data, directory or number of steps, a restore or a read that
-fails, a copy of a weight that changes on one device, a directory that is not shared or that one
-process sees late, and a mesh of too few devices.
+Prints how each mode ended, and raises the last one's error, or exits with status 4 given `exit`.
+The modes are a different learning rate, seed, loss, data, directory or number of steps, a restore
+or a read that fails, a replica of a weight that changes on one device, a directory that is not
+shared or that one process sees late, and a mesh with too few devices.
 """
 
 import sys
@@ -24,7 +24,7 @@ agree._STALE_SECONDS = 4.0
 
 
 class Rows:
-    """Samples of which one cannot be read by one process."""
+    """Samples, one of which cannot be read by one process."""
 
     def __init__(self, mode):
         self.x = np.random.default_rng(odd and mode == "data").normal(size=(96, 16))
@@ -41,7 +41,7 @@ class Rows:
 
 
 class Corrupting(sw.Checkpoints):
-    """Changes one device's copy when a checkpoint is restored, as a bit that flips would."""
+    """Changes one device's replica when a checkpoint is restored, like a flipped bit."""
 
     def restore_onto(self, blueprint, *, step=None):
         state = super().restore_onto(blueprint, step=step)
@@ -104,7 +104,7 @@ def run(mode, directory):
 for mode in sys.argv[2].split(","):
     try:
         run(mode, f"{sys.argv[1]}/{mode}")
-        print(f"{mode}: went on to the end", flush=True)
+        print(f"{mode}: ran to the end", flush=True)
     except Exception as error:
         print(f"{mode}: {type(error).__name__}: {error}", flush=True)
         last = error

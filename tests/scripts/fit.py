@@ -35,7 +35,7 @@ def make():
 
 
 class Slowly:
-    """Samples that take a while to read, so that a signal comes in the middle of a run."""
+    """Samples that take a while to read, so that a signal arrives in the middle of a run."""
 
     def __init__(self, rows):
         self.rows = rows

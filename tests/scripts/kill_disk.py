@@ -1,6 +1,6 @@
-"""Saves onto a disk that is full or read-only, or counts what a restore reads; by its argument.
+"""Saves to a full or read-only disk, or counts what a restore reads, depending on its argument.
 
-The first two mount a small file system, so they are started in a mount namespace of their own
+The first two mount a small file system, so they must run in their own mount namespace
 (`unshare --map-root-user --mount`). Prints one JSON object.
 """
 
@@ -22,7 +22,7 @@ import shardwise as sw
 
 mode, directory = sys.argv[1:]
 size = 2048 if mode == "read" else 256
-told = {}
+results = {}
 
 
 class Big(nnx.Module):
@@ -49,9 +49,9 @@ def layout_of(axes, count, rules):
 def attempt(name, action):
     try:
         action()
-        told[name] = "ok"
+        results[name] = "ok"
     except sw.CheckpointError as error:
-        told[name] = str(error).replace(directory, "DIR")
+        results[name] = str(error).replace(directory, "DIR")
 
 
 def save(checkpoints, step):
@@ -91,28 +91,28 @@ if mode == "read":
         planned = checkpoints.preflight(recipe, target).read_bytes[0]
         before = bytes_read()
         checkpoints.restore(recipe, target)
-        told[name] = [planned, bytes_read() - before]
+        results[name] = [planned, bytes_read() - before]
 if mode == "full":
     mount("-t", "tmpfs", "-o", "size=2m", "none")
     attempt("first", lambda: save(checkpoints, 1))
     attempt("full", lambda: save(checkpoints, 2))
     attempt("full again", lambda: save(checkpoints, 3))
-    told["steps"] = checkpoints.steps()
+    results["steps"] = checkpoints.steps()
     attempt("older", lambda: restores(checkpoints))
     mount("-o", "remount,size=20m")
     attempt("with room", lambda: save(checkpoints, 4))
     checkpoints.close()
-    told["left"] = sorted(path.name for path in checkpoints.directory.iterdir())
+    results["left"] = sorted(path.name for path in checkpoints.directory.iterdir())
 if mode == "readonly":
     mount("-t", "tmpfs", "none")
     attempt("first", lambda: save(checkpoints, 1))
-    checkpoints.close()  # a file that is open for writing, the lock, keeps it writable
+    checkpoints.close()  # the lock file, open for writing, would prevent the remount
     mount("-o", "remount,ro")
     attempt("read-only", lambda: save(checkpoints, 2))
-    attempt("begun anew", lambda: save(sw.Checkpoints(directory), 3))
+    attempt("new run", lambda: save(sw.Checkpoints(directory), 3))
     attempt("below", lambda: save(sw.Checkpoints(directory + "/runs/a"), 4))
-    told["steps"] = checkpoints.steps()
+    results["steps"] = checkpoints.steps()
     attempt("older", lambda: restores(checkpoints))
     checkpoints.close()
-told["ended_at"] = time.time()
-print(json.dumps(told), flush=True)
+results["ended_at"] = time.time()
+print(json.dumps(results), flush=True)

@@ -1,6 +1,6 @@
-"""Trains until it is done or stopped by a signal. Arguments: directory, steps, how.
+"""Trains until it is done or stopped by a signal. Arguments: directory, steps, mode.
 
-`slowly` takes a moment for each batch, `stuck` waits for ever for the sixth, `quick` does neither.
+`slowly` takes a moment for each batch, `stuck` waits forever for the sixth, `quick` does neither.
 """
 
 import sys
@@ -19,7 +19,7 @@ SAMPLES = np.random.default_rng(0).normal(size=(100, 8)).astype("float32")
 class Net(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0, dropout=1)
-        self.up = nnx.Linear(8, 16, use_bias=False, rngs=rngs)  # BatchNorm takes it out again
+        self.up = nnx.Linear(8, 16, use_bias=False, rngs=rngs)  # BatchNorm would remove it again
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.down = nnx.Linear(16, 8, rngs=rngs)

@@ -1,8 +1,8 @@
-"""Saves over and over in a child that is killed at a random moment, many times.
+"""Saves repeatedly in a child process that is killed at a random moment, many times.
 
-Arguments: the directory, how many kills, a seed. The imports are made once, before the forks; no
-backend is started here. Each child first restores every step that is listed, compares it bitwise
-with what was meant to be saved, and goes on from the newest, as a run that was killed does.
+Arguments: the directory, how many kills, a seed. Modules are imported once, before the forks; no
+backend is started here. Each child first restores every listed step, compares it bitwise with what
+should have been saved, and continues from the newest, like a run that was killed.
 Prints one JSON object at the end.
 """
 
@@ -25,12 +25,12 @@ import orbax.checkpoint  # noqa: F401 - imported once, before the forks that sav
 from flax import nnx
 
 import shardwise as sw
-from shardwise import _public  # noqa: F401 - the same: what `sw` loads when it is asked
+from shardwise import _public  # noqa: F401 - also once: what `sw` loads lazily
 from shardwise._step.blueprint import make_blueprint
 
 SHAPE = (256, 512)
 directory, kills, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-# All children compile the same. None is killed before it has: no file of this cache is torn.
+# All children compile the same programs. None is killed before that, so the cache stays intact.
 jax.config.update("jax_compilation_cache_dir", f"{directory}-compiled")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
@@ -42,7 +42,7 @@ class Two(nnx.Module):
 
 
 def state_at(plan, step):
-    """Returns a state that is a known function of the step: no array like another."""
+    """Returns a state that is a known function of the step, with all arrays different."""
     leaves, treedef = jax.tree.flatten(plan.abstract)
     arrays = [
         (np.arange(x.size).reshape(x.shape) % 1000 + 7 * i + step).astype(x.dtype)
@@ -78,7 +78,7 @@ def run(ready, endless):
         if not endless:
             os.write(ready, f"{first}\n".encode())
             return checkpoints.close()
-        if step == first + 1:  # compiled, and written once: from now on every moment is a save's
+        if step == first + 1:  # compiled and written once: from now on a save is always in progress
             os.write(ready, f"{first}\n".encode())
 
 
@@ -98,7 +98,7 @@ def start(endless):
     os._exit(0)
 
 
-gc.freeze()  # so that no child looks at, and copies, all that was imported
+gc.freeze()  # so that children do not scan, and copy, everything that was imported
 rng = random.Random(seed)
 found = {"kills": 0, "newest": [], "half": 0, "deleting": 0}
 for _ in range(kills):

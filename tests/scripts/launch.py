@@ -1,11 +1,11 @@
-"""Runs launcher.py as `shardwise launch` does: processes, devices (0: as they are), command."""
+"""Runs launcher.py like `shardwise launch`: processes, devices (0: unchanged), command."""
 
 import importlib.util
 import os
 import pathlib
 import sys
 
-# By its path: the launcher itself needs no JAX, whose import would cost two seconds each time.
+# Loaded by path: the launcher itself does not need JAX, which takes two seconds to import.
 path = pathlib.Path(__file__).parents[2] / "src" / "shardwise" / "_processes" / "launcher.py"
 spec = importlib.util.spec_from_file_location("launcher", path)
 module = importlib.util.module_from_spec(spec)

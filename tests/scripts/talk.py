@@ -1,4 +1,4 @@
-"""Writes, waits and ends as its arguments say; needs no JAX."""
+"""Writes, waits and exits as told by its arguments; does not need JAX."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "saves":
         signal.signal(signal.SIGTERM, lambda *_: (print(f"saved {index}"), sys.exit(0)))
-    # One of its own, which must not be left either.
+    # A child of its own, which must not be left running either.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(f"pid {index}+ {child.pid}")
     print("waiting")

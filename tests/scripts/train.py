@@ -1,8 +1,7 @@
-"""Sums over all devices step by step; `--until` steps, or for ever.
+"""Sums over all devices, step by step: `--until` steps, or forever.
 
-Process `--fail` raises at step 5, process `--leave` exits there with code 3,
-process `--exit` by sys.exit. With `--plain`
-nothing but shardwise itself, at exit, names a lost process.
+At step 5, process `--fail` raises an error, process `--leave` raises `SystemExit(3)`, and process
+`--exit` calls `sys.exit(3)`. With `--plain`, only shardwise's exit handler names a lost process.
 """
 
 import argparse
@@ -46,17 +45,17 @@ total = jax.jit(
 
 for step in range(options.until):
     if step == 5 and options.fail == here.index:
-        raise ValueError("this process has an error of its own")
+        raise ValueError("this process raised an error")
     if step == 5 and options.leave == here.index:
         print("leaves")
         raise SystemExit(3)
     if step == 5 and options.exit == here.index:
         with contextlib.suppress(SystemExit):
-            sys.exit(4)  # it goes on: this is not how it ends
+            sys.exit(4)  # caught: this is not its exit status
         sys.exit(3)
     with contextlib.nullcontext() if options.plain else naming_lost_process(f"step {step}"):
         result = total(x).block_until_ready()
     if step == 9:
         print(f"sum {np.asarray(result).tolist()}")
     elif step > 9:
-        time.sleep(0.01)  # for ever, but not with all cores
+        time.sleep(0.01)  # forever, but without using all cores

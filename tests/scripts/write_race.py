@@ -1,8 +1,8 @@
-"""Saves steps of its own to a directory that another process saves to as well, many times.
+"""Repeatedly saves its own steps to a directory that other processes save to as well.
 
-Arguments: the directory, the first step, how many tries. Waits for a line on its input before it
-begins, so that all begin at once. Prints one JSON object: the steps that `wait` called saved, and
-the sentences of the refusals.
+Arguments: the directory, the first step, how many tries. Waits for a line on stdin before it
+starts, so that all start at once. Prints one JSON object: the steps that `wait` reported as saved,
+and the error messages of the others.
 """
 
 import json

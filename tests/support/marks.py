@@ -30,7 +30,7 @@ ONCE = {
     "processes/test_launch.py": (
         "test_sums_are_those_of_one_process",
         "test_one_process_starts_nothing",
-        "test_an_environment_that_makes_no_sense",
+        "test_inconsistent_environments_are_refused",
     ),
     "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
     "report/test_report.py": ("test_the_command",),

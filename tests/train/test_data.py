@@ -1,4 +1,4 @@
-"""Data: the order of samples, positions, sources, and where batches lie."""
+"""Data: the order of samples, positions, sources, and the placement of batches."""
 
 import functools
 import re
@@ -55,7 +55,7 @@ def batches(data, batch, where="dp", position=0):
 
 
 def take(data, count, size=8, position=0, shape=(), where="dp"):
-    """Returns the samples of so many batches, one after the other."""
+    """Returns the samples of `count` batches, concatenated."""
     found = batches(data, rows(size, *shape), where, position)
     return np.concatenate([np.asarray(next(found)) for _ in range(count)])
 
@@ -65,11 +65,11 @@ NUMBERS = np.arange(40, dtype="int32")
 
 @functools.cache
 def order(epochs=3):
-    """Returns the numbers of `epochs` epochs of 40, as they come."""
+    """Returns the numbers of `epochs` epochs of 40, in order."""
     return take(sw.data(NUMBERS, seed=5), epochs * 5)
 
 
-def test_each_epoch_has_each_sample_once_in_an_order_of_its_own():
+def test_each_epoch_has_each_sample_once_in_its_own_order():
     epochs = order().reshape(3, 40)
     for epoch in epochs:
         assert sorted(epoch) == list(NUMBERS) and list(epoch) != list(NUMBERS)
@@ -80,7 +80,7 @@ def test_each_epoch_has_each_sample_once_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("where", MESHES)
-def test_the_order_does_not_depend_on_the_mesh_and_batches_lie_as_planned(where):
+def test_the_order_does_not_depend_on_the_mesh_and_batches_are_placed_as_planned(where):
     grid = np.broadcast_to(NUMBERS[:, None], (40, 4))
     layout, spec = place(where)
     found = batches(sw.data(grid, seed=5), rows(8, 4), where)
@@ -101,7 +101,7 @@ def test_the_order_does_not_depend_on_the_mesh_and_batches_lie_as_planned(where)
     taken=st.integers(0, 4),
     prefetch=st.integers(1, 4),
 )
-def test_a_position_continues_exactly_also_in_other_batches(first, second, taken, prefetch):
+def test_a_position_continues_exactly_even_with_another_batch_size(first, second, taken, prefetch):
     data = sw.data(NUMBERS, seed=5, prefetch=prefetch)
     found = batches(data, rows(first))
     before = [np.asarray(next(found)) for _ in range(taken)]
@@ -113,7 +113,7 @@ def test_a_position_continues_exactly_also_in_other_batches(first, second, taken
 
 @settings(max_examples=15, deadline=None)
 @given(count=st.integers(1, 50), seed=st.integers(0, 2**32 - 1), epochs=st.integers(1, 3))
-def test_epochs_end_and_hold_each_sample_as_often(count, seed, epochs):
+def test_epochs_end_and_have_each_sample_equally_often(count, seed, epochs):
     data = sw.data(np.arange(count, dtype="int32"), seed=seed, epochs=epochs)
     assert len(data) == count
     if count < 8:
@@ -223,7 +223,7 @@ def test_batches_are_read_ahead_but_not_counted():
     assert min(source.read) == 16
 
 
-def test_a_step_takes_the_batches_as_they_lie():
+def test_a_step_takes_the_batches_as_they_are_placed():
     layout, _ = place()
     loss = lambda model, x: (model(x) ** 2).mean()  # noqa: E731
     batch = rows(8, 8, dtype="float32")
@@ -239,14 +239,14 @@ def test_a_step_takes_the_batches_as_they_lie():
     assert step.jitted._cache_size() == 1
 
 
-def test_data_of_64_bits_feeds_a_recipe_of_64_bits():
+def test_64_bit_data_feeds_a_64_bit_recipe():
     found = batches(sw.data(np.arange(16), shuffle=False), rows(8, dtype="int64"))
     batch = next(found)
     np.testing.assert_array_equal(batch, np.arange(8))
     assert found._put(batch) is batch
 
 
-def test_a_batch_of_another_container_is_told_apart():
+def test_a_batch_in_another_container_is_refused():
     pair = (np.ones(8, "int32"), np.ones(8, "int32"))
     step = sw.train_step(recipe(pair), place()[0])
     with pytest.raises(ValueError, match="different structure") as caught:
@@ -258,29 +258,29 @@ def test_a_batch_of_another_container_is_told_apart():
 REFUSED = {
     "prefetch": (
         lambda path: sw.data(NUMBERS, prefetch=0),
-        "prefetch=0 would never read a batch: give 1 or more",
+        "prefetch must be a positive integer, got 0",
     ),
-    "empty": (lambda path: sw.data(NUMBERS[:0]), "the data has no sample"),
+    "empty": (lambda path: sw.data(NUMBERS[:0]), "the data has no samples"),
     "generator": (
         lambda path: sw.data(x for x in ()),
-        "the data is a generator: give a file of tokens, arrays, or a source with len and [i]",
+        "the data has type generator: give a token file, arrays, or a source with len and [i]",
     ),
     "scalar": (
         lambda path: sw.data(np.ones(())),
-        "arrays of samples need as many rows (dim 0) each, got ()",
+        "arrays of samples must have the same number of rows (dim 0), got ()",
     ),
     "rows": (
         lambda path: sw.data({"x": NUMBERS, "y": NUMBERS[:3]}),
-        "need as many rows (dim 0) each, got {'x': (40,), 'y': (3,)}",
+        "must have the same number of rows (dim 0), got {'x': (40,), 'y': (3,)}",
     ),
     "missing": (lambda path: sw.data(path / "no.npy", length=4), "no.npy does not exist"),
     "no-length": (
         lambda path: sw.data(path / "t.npy"),
-        "t.npy is not cut into samples: give length=, the tokens of one sample",
+        "t.npy must be cut into samples: give length=, the number of tokens",
     ),
     "no-dtype": (
         lambda path: sw.data(path / "t.bin", length=4),
-        "t.bin has no header that says its dtype: give dtype=, such as 'uint16'",
+        "t.bin has no header with its dtype: give dtype=, such as 'uint16'",
     ),
     "bad-dtype": (
         lambda path: sw.data(path / "t.bin", length=4, dtype="int17"),
@@ -297,11 +297,17 @@ REFUSED = {
     ),
     "floats": (
         lambda path: sw.data(np.ones(8), length=2),
-        "length=2 cuts one row of tokens, got float64 of shape (8,): give integers of one dim",
+        "length=2 needs a one-dimensional array of integers, got float64 of shape (8,)",
     ),
     "two-dims": (lambda path: sw.data(np.ones((8, 2), int), length=2), "got int64 of shape (8, 2)"),
-    "epochs": (lambda path: sw.data(NUMBERS, epochs=0), "epochs=0"),
-    "seed": (lambda path: sw.data(NUMBERS, seed=-1), "seed=-1"),
+    "epochs": (
+        lambda path: sw.data(NUMBERS, epochs=0),
+        "epochs must be a positive integer or None",
+    ),
+    "seed": (
+        lambda path: sw.data(NUMBERS, seed=-1),
+        "seed must be from 0 to 2**32 - 1, as Grain requires, got -1",
+    ),
 }
 
 
@@ -328,15 +334,15 @@ WRONG = {
         {"x": NUMBERS},
         {"x": rows(8), "y": rows(16)},
         0,
-        "leaves of [8, 16] samples (dim 0): data makes batches whose leaves all have as many",
+        "batch have [8, 16] samples (dim 0): sw.data needs the same number of samples in every leaf",
     ),
     "ragged": (
         [np.ones(1 + i, "int32") for i in range(8)],
         rows(8, 4),
         0,
-        "samples of one batch have different shapes: [(1,), (2,)",
+        "the samples of a batch have different shapes: [(1,), (2,)",
     ),
-    "negative": (NUMBERS, rows(8), -8, "position=-8"),
+    "negative": (NUMBERS, rows(8), -8, "position must be a non-negative integer, got -8"),
 }
 
 
@@ -354,7 +360,7 @@ def test_a_position_past_the_end_is_refused(position):
         batches(sw.data(NUMBERS, epochs=1), rows(8), position=position)
 
 
-# --- data that would train silently wrong ---------------------------------------------------------
+# --- data that would silently train wrong ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["dp", "second-dim"])
@@ -364,7 +370,7 @@ def test_samples_of_another_length_than_the_batch_are_refused(where, length):
     with pytest.raises(ValueError) as caught:
         next(batches(data, rows(8, 16), where))
     assert str(caught.value) == (
-        f"a sample is not the recipe's: its batch has shape ({length},), wanted (16,), since a "
+        f"a sample does not match the recipe: its batch has shape ({length},), wanted (16,), since a "
         f"batch is int32[8, 16]"
     )
 
@@ -380,14 +386,16 @@ def test_tokens_that_do_not_fit_are_refused():
     tokens = np.arange(160)
     tokens[37] = 2**32 + 5
     data = sw.data(tokens, length=16, shuffle=False)
-    with pytest.raises(ValueError, match="^token 4294967301 at index 37 of the tokens does not"):
+    with pytest.raises(ValueError, match="^token 4294967301 at index 37 does not"):
         next(batches(data, rows(8, 16)))
 
 
 def test_integers_that_jax_would_change_are_refused():
     numbers = np.arange(40)
     numbers[3] = 2**32 + 5
-    wanted = r"^batch has 4294967301 in sample 3, which does not fit int32: JAX would make it 5$"
+    wanted = (
+        r"^batch has 4294967301 in sample 3, which does not fit int32: JAX would turn it into 5$"
+    )
     with pytest.raises(ValueError, match=wanted):
         next(batches(sw.data(numbers), rows(40, dtype="int64")))
     step = sw.train_step(recipe(rows(40, dtype="int64")), place()[0])
@@ -457,7 +465,7 @@ def test_integers_within_bounds_train():
     ("leaf", "place", "value", "size"),
     [
         ("tokens", (20, 3), 64, 64),
-        ("tokens", (20, 8), 2**20, 64),  # a target alone
+        ("tokens", (20, 8), 2**20, 64),  # only a target
         ("tokens", (20, 0), -1, 64),
         ("kinds", (20, 0), 3, 3),
     ],
@@ -469,14 +477,14 @@ def test_integers_out_of_bounds_are_refused(leaf, place, value, size, as_data):
     samples[leaf][place] = value
     with pytest.raises(ValueError) as caught:
         fit_lookups(samples, as_data=as_data)
-    sample = 20 if as_data else 4  # of the data, or of the batch
+    sample = 20 if as_data else 4  # in the data, or in the batch
     assert str(caught.value).startswith(
         f"batch['{leaf}'] has {value} in sample {sample}, but the weight that it looks up has "
         f"{size} rows: "
     )
 
 
-def test_integers_that_no_weight_is_indexed_by_are_not_bounded():
+def test_integers_that_index_no_weight_are_not_bounded():
     samples = lookup_batch()
     samples["kinds"][:, 8] = 1000  # cut off by the loss
     fit_lookups(samples)

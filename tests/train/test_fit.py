@@ -1,4 +1,4 @@
-"""The training loop: resumed bitwise, stopped by signals, never a bad state saved, all of it told."""
+"""The training loop: bitwise resume, stopping by signals, logs, and never saving a bad state."""
 
 import importlib.util
 import json
@@ -57,7 +57,7 @@ def bits(state):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The states of steps 20 and 25 of a run that nothing stopped."""
+    """The states of steps 20 and 25 of an uninterrupted run."""
     checkpoints = sw.Checkpoints(tmp_path_factory.mktemp("straight"), keep=None, every=5)
     state = sw.fit(
         run.RECIPE, run.layout_on(), run.data(), steps=25, checkpoints=checkpoints, show=False
@@ -71,7 +71,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.bitwise
 def test_resume_is_bitwise(straight, tmp_path):
-    """BatchNorm, dropout, moving average, accumulation, and the place in the data (epochs too)."""
+    """BatchNorm, dropout, moving average, accumulation, and the position in the data and epoch."""
     whole = straight[0]
     for steps in (10, 20):
         checkpoints = sw.Checkpoints(tmp_path)
@@ -89,7 +89,7 @@ def test_resume_is_bitwise(straight, tmp_path):
 
 
 def test_resume_on_another_mesh(straight, tmp_path):
-    """The same order of data, and the same numbers but for the order of sums: 1e-4."""
+    """The same order of data, and the same numbers up to the order of sums: 1e-4."""
     whole = straight[0]
     (tmp_path / "10").symlink_to(whole.directory / "10")
     other = sw.layout(run.Net, sw.mesh("data=2,model=2", on="cpu:4"), [sw.tensor("model")])
@@ -104,7 +104,7 @@ def test_resume_on_another_mesh(straight, tmp_path):
 
 
 @pytest.mark.bitwise
-def test_plain_iterables_are_wound_forward(tmp_path):
+def test_plain_iterables_are_advanced_on_resume(tmp_path):
     batches = [BATCH * (1 + i / 10) for i in range(8)]
     want = bits(fit_small(batches, steps=8))
     for steps, data in ((3, list(batches)), (8, (b for b in batches))):
@@ -120,13 +120,13 @@ def test_a_run_that_is_done_does_nothing(tmp_path, capsys):
     again = fit_small(checkpoints=checkpoints, show=True)
     assert bits(again) == bits(done)
     assert capsys.readouterr().err == (
-        f"resumed after step 4 of {tmp_path / 'run'}\n"
-        "nothing to do: the run has 4 steps already, of 4\n"
+        f"resumed from step 4 in {tmp_path / 'run'}\n"
+        "nothing to do: the run already has 4 of 4 steps\n"
     )
     assert checkpoints.steps() == [4]
 
 
-def test_a_run_begun_anew_never_loses_its_checkpoints_to_older_ones(tmp_path):
+def test_a_new_run_never_loses_its_checkpoints_to_older_ones(tmp_path):
     checkpoints = sw.Checkpoints(tmp_path, every=2, keep=2)
     fit_small(steps=8, checkpoints=checkpoints)
     with pytest.raises(ValueError, match="resume=False"):
@@ -161,7 +161,7 @@ def test_when_it_saves(tmp_path, more, saved):
 
 
 def events(folder):
-    """Returns the scalars of TensorBoard's event files, read by their framing alone."""
+    """Returns the scalars of TensorBoard's event files, parsed by hand."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -206,12 +206,12 @@ def test_logs_evaluation_and_a_profile(tmp_path, capsys):
             assert value == pytest.approx(row[name], rel=1e-5)
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
     lines = capsys.readouterr().err.splitlines()
-    told = (
+    pattern = (
         r"step {}/10  loss \S+  \S+ (?:s|ms|µs)  \S+ samples/s  ETA \d:\d\d  \d+ B/device \(exact\)"
     )
     steps = [line for line in lines if "loss" in line and "eval" not in line]
     for number, line in zip((1, 3, 6, 9, 10), steps, strict=True):
-        assert re.fullmatch(told.format(number), line), line
+        assert re.fullmatch(pattern.format(number), line), line
     assert sum("eval_loss" in line for line in lines) == 2
 
 
@@ -253,7 +253,7 @@ def test_a_loss_that_is_not_finite_with_nothing_saved(tmp_path):
     with pytest.raises(sw.NotFinite) as caught:
         fit_small(BAD, steps=8, checkpoints=sw.Checkpoints(tmp_path))
     assert str(caught.value).startswith("the loss is nan at step 5; ")
-    assert "no checkpoint" in str(caught.value) and str(tmp_path) in str(caught.value)
+    assert "has no earlier checkpoint" in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
@@ -265,14 +265,14 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
     with pytest.raises(sw.NotFinite) as caught:
         fit_small(recipe=recipe, steps=8, checkpoints=checkpoints)
     assert str(caught.value) == (
-        "bias and 1 more is not finite after step 5; "
+        "bias and 1 more are not finite after step 5; "
         f"the last good checkpoint is step 4 in {tmp_path}"
     )
     assert checkpoints.steps()[-1] == 4
 
 
 class Masked(nnx.Module):
-    """A buffer that is infinite by intent, as a mask of attention is."""
+    """A buffer that is intentionally infinite, like an attention mask."""
 
     def __init__(self):
         self.linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
@@ -300,7 +300,7 @@ def test_what_is_infinite_from_the_start_may_be_saved(tmp_path, model, optimizer
     assert checkpoints.steps() == [4]
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
+def test_an_unwritable_directory_is_reported_before_the_first_step(tmp_path):
     (tmp_path / "file").write_text("")
     steps = []
     recipe = sw.Recipe(
@@ -313,7 +313,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
         fit_small(recipe=recipe, checkpoints=sw.Checkpoints(tmp_path / "file" / "run"))
     place = tmp_path / "file" / "run"
     assert str(caught.value) == (
-        f"checkpoints cannot be saved to {place}: a part of the path is a file"
+        f"checkpoints cannot be saved to {place}: part of the path is a file"
     )
     assert not steps
 
@@ -322,45 +322,45 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
-        ({"steps": 0}, "steps=0 is no number of steps: give 1 or more"),
-        ({"steps": 2.5}, "steps=2.5 is no number of steps: give 1 or more"),
-        ({"log_every": 0}, "log_every=0 is no number of steps: give 1 or more"),
+        ({"steps": 0}, "steps must be a positive integer, got 0"),
+        ({"steps": 2.5}, "steps must be a positive integer, got 2.5"),
+        ({"log_every": 0}, "log_every must be a positive integer, got 0"),
         (
             {"evaluate": run.data(), "evaluate_every": 0},
-            "evaluate_every=0 is no number of steps: give 1 or more",
+            "evaluate_every must be a positive integer, got 0",
         ),
         (
             {"evaluate": run.data()},
-            "evaluate= and evaluate_every= go together: give both, or neither",
+            "evaluate= and evaluate_every= must be given together",
         ),
-        ({"evaluate": [BATCH], "evaluate_every": 1}, "evaluate is a list: give sw.data(…)"),
-        ({"data": 5}, "the data is a int: give sw.data(…), or an iterable of batches"),
+        ({"evaluate": [BATCH], "evaluate_every": 1}, "evaluate has type list: give sw.data(…)"),
+        ({"data": 5}, "the data has type int: give sw.data(…), or an iterable of batches"),
         (
             {"data": [BATCH[:8]]},
             "the batch does not match the recipe: batch is float32[8, 8], wanted float32[16, 8]",
         ),
         (
             {"data": [BATCH] * 3},
-            "the data ended before step 4 of 4: give fewer steps, or data of more epochs "
-            "(sw.data(…, epochs=None) has no end)",
+            "the data ended before step 4 of 4: give fewer steps, or data with more epochs "
+            "(sw.data(…, epochs=None) never ends)",
         ),
         (
             {"data": run.data(epochs=1), "steps": 7},
-            "the data ended before step 7 of 7: give fewer steps, or data of more epochs "
-            "(sw.data(…, epochs=None) has no end)",
+            "the data ended before step 7 of 7: give fewer steps, or data with more epochs "
+            "(sw.data(…, epochs=None) never ends)",
         ),
     ],
     ids=lambda x: str(x)[:40] if isinstance(x, str) else ",".join(x),
 )
-def test_wrong_arguments(more, told):
+def test_wrong_arguments(more, message):
     with pytest.raises(ValueError) as caught:
         fit_small(**more)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
-def test_what_was_being_saved_is_there_when_the_data_ends(tmp_path):
+def test_a_save_in_progress_is_finished_when_the_data_ends(tmp_path):
     checkpoints = sw.Checkpoints(tmp_path, every=3)
     with pytest.raises(ValueError, match="^the data ended before step 4 of 9: "):
         fit_small([BATCH] * 3, steps=9, checkpoints=checkpoints)
@@ -387,7 +387,7 @@ def read_until(process, text):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=str)
-def test_a_signal_ends_a_whole_step_and_saves_it(straight, tmp_path, number, code):
+def test_a_signal_stops_after_a_complete_step_and_saves_it(straight, tmp_path, number, code):
     place = tmp_path / "run"
     with start(place, 10_000, "slowly", stderr=subprocess.PIPE, text=True) as process:
         read_until(process, "step 3/")
@@ -428,7 +428,7 @@ def test_the_bar_of_a_terminal(tmp_path):
         while True:
             try:
                 more = os.read(ours, 65536)
-            except OSError:  # how a terminal says that the other side is gone
+            except OSError:  # raised by a terminal when the other side is closed
                 break
             shown += more
         assert process.wait(30) == 0
@@ -447,7 +447,7 @@ def test_the_bar_of_a_terminal(tmp_path):
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A file system without room: a small one of its own, or where that is not allowed, /dev/full."""
+    """A full file system: a small one mounted for the test or, if not permitted, /dev/full."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(
@@ -466,12 +466,12 @@ def test_a_full_disk_for_logs_does_not_stop_a_run(full_disk, capsys):
     assert int(state.step) == 120
     lines = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
     assert lines == [
-        f"logs cannot be written to {full_disk}: No space left on device; training goes on without"
+        f"logs cannot be written to {full_disk}: No space left on device; training continues without them"
     ]
 
 
 @pytest.mark.once
-def test_sigterm_is_answered_on_a_full_disk_for_logs(full_disk, tmp_path):
+def test_sigterm_stops_a_run_whose_log_disk_is_full(full_disk, tmp_path):
     logs = tmp_path / "run-logs"
     logs.symlink_to(full_disk)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "run"), "100000", "slowly"]
@@ -486,10 +486,10 @@ def test_sigterm_is_answered_on_a_full_disk_for_logs(full_disk, tmp_path):
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "locked/logs"])
-def test_logs_in_a_place_that_cannot_be_are_refused_before_training(place, tmp_path):
+def test_unwritable_log_folders_are_refused_before_training(place, tmp_path):
     (tmp_path / "file").write_text("")
     if place.startswith("locked"):
-        # Root may write anywhere but here.
+        # Root can write anywhere else.
         logs = Path("/proc/shardwise-logs")
     else:
         logs = tmp_path / place

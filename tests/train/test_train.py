@@ -1,4 +1,4 @@
-"""Training: loss curves on eight devices against Flax's and JAX's own loops on one."""
+"""Training: loss curves on eight devices, compared with plain Flax and JAX loops on one."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import shardwise as sw
 
 STEPS, ROWS, WIDTH, LENGTH, VOCAB, CLASSES = 50, 16, 16, 8, 32, 8
-# Float32 on eight devices sums in another order than on one; relative, over 50 steps.
+# Float32 on eight devices sums in a different order than on one; relative, over 50 steps.
 TOLERANCE = 2e-5
 
 
@@ -36,7 +36,7 @@ class ConvNet(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Pre-norm attention and MLP; attention along `axis`, where one is given."""
+    """Pre-norm attention and MLP; attention along `axis`, if given."""
 
     def __init__(self, rngs, rate=0.0, axis=None):
         self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -148,7 +148,7 @@ MODELS = {
     "split": (lambda: Transformer(nnx.Rngs(0), axis="seq"), next_token, TOKENS),
 }
 FSDP = sw.fsdp("data", min_bytes=0)
-# Each: the mesh, the rules, and the spec of the batch where it is not the data axes.
+# Each: the mesh, the rules, and the spec of the batch if it is not split over the data axes.
 MESHES = {
     "one": ("data=1", "dp", None),
     "dp": ("data=8", "dp", None),
@@ -184,7 +184,7 @@ def recipe(name, batch_spec=None):
 
 @functools.cache
 def reference(name):
-    """Returns losses and variables of Flax's own loop, as its guide writes it, on one device."""
+    """Returns the losses and variables of a plain Flax loop, as in its guide, on one device."""
     make, loss, batches = MODELS[name]
     model = make()
     tx = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
@@ -220,8 +220,8 @@ def trained(name, where):
     losses = []
     for i in range(STEPS):
         state, metrics = step(state, one_batch(MODELS[name][2], i))
-        # Read at once: 50 steps queued on two cores starve each other's collectives, and XLA
-        # ends a process whose devices wait for each other for 40 seconds.
+        # Read each loss at once: 50 steps queued on two cores starve each other's collectives, and
+        # XLA aborts a process whose devices wait for each other for 40 seconds.
         losses.append(float(metrics["loss"]))
     return losses, state, layout, step
 
@@ -246,13 +246,13 @@ def test_loss_curves_are_those_of_one_device(name, where, plain):
     assert got.keys() == variables.keys() == state.model.keys()
     for path, value in variables.items():
         exact = np.issubdtype(value.dtype, np.integer)
-        # An Adam step is as long for a gradient of rounding errors as for a large one.
+        # An Adam step is as large for a gradient of rounding errors as for a large gradient.
         near = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-4}
         np.testing.assert_allclose(got[path], value, **near, err_msg=path)
 
 
-def test_models_carry_what_is_no_parameter():
-    """What the curves compared: statistics moved, and each layer's dropout counted each call."""
+def test_models_carry_variables_that_are_not_parameters():
+    """Statistics have changed, and each layer's dropout has counted each call."""
     state = trained("conv", "fsdp")[1]
     assert np.abs(np.asarray(state.model["norm1.mean"])).max() > 1e-3
     for name, want in (("dropout", STEPS), ("scanned", [STEPS] * 2)):
@@ -290,9 +290,9 @@ def test_a_hand_written_step_has_the_same_losses():
 @pytest.mark.parametrize(
     ("name", "where"), [("mlp", "fsdp+tensor"), ("conv", "fsdp"), ("scanned", "fsdp+tensor")]
 )
-def test_the_state_lies_as_planned_and_compiles_once(name, where):
+def test_the_state_is_placed_as_planned_and_compiles_once(name, where):
     _, state, layout, step = trained(name, where)
-    # jax 0.10 writes the sharding of stacked keys as P(None): one more way in, the same program.
+    # jax 0.10 writes the sharding of stacked keys as P(None): one more cache entry, same program.
     assert step.jitted._cache_size() <= 1 + (name == "scanned")
     assert not sw.audit(layout, state.to_model(recipe(name).model))
     moments = layout.for_optimizer(optimizer())
@@ -324,14 +324,14 @@ def small(axes="data=2,model=4"):
     return given, layout, sw.train_step(given, layout)
 
 
-def test_the_state_that_is_given_is_used_up():
+def test_the_given_state_is_donated():
     given, layout, step = small()
     batch = one_batch(VECTORS, 0)
     state = sw.train_state(given, layout)
     after, _ = step(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
-    words = "step was used up by an earlier step; down.bias was used up by an earlier step"
+    words = "step was donated to an earlier step; down.bias was donated to an earlier step"
     for _ in range(2):  # before and after JAX's own fast path
         with pytest.raises(ValueError, match=words):
             step(state, batch)
@@ -380,7 +380,7 @@ BATCHES = {
         "the batch does not match the recipe: batch['x'] is int32[8, 16], wanted float32[16, 16] (cast "
         "it: .astype('float32')); batch['y'] is float32[16, 4], wanted float32[16, 16]",
     ),
-    "no-array": ({"y": "text"}, "batch['y'] is a str, wanted float32[16, 16]"),
+    "no-array": ({"y": "text"}, "batch['y'] has type str, wanted float32[16, 16]"),
     "missing": ({"y": None}, "got batch['x'], wanted batch['x'], batch['y']"),
     "extra": ({"z": (1,)}, "got batch['x'], batch['y'], batch['z'], wanted batch['x'], batch['y']"),
 }
@@ -418,7 +418,7 @@ STATES = {
         "optimizer.0.count is missing; optimizer.0.mu.down.bias is missing; "
         "optimizer.0.mu.down.kernel is missing; and 6 more",
     ),
-    "ema": (lambda: state_of(ema=0.9), "ema.down.bias is not the recipe's"),
+    "ema": (lambda: state_of(ema=0.9), "ema.down.bias is not in the recipe"),
     "model": (lambda: state_of(lambda: ConvNet(nnx.Rngs(0))), "down.bias is missing"),
     "width": (
         lambda: state_of(lambda: models.Mlp(WIDTH, 64, nnx.Rngs(0))),
@@ -426,7 +426,7 @@ STATES = {
     ),
     "layout": (lambda: state_of(rules={"**.kernel": P("data")}), "down.kernel"),
     "mesh": (lambda: state_of(axes="data=8", rules="dp"), "down.kernel"),
-    "dict": (dict, "the state is a dict: sw.train_state makes one"),
+    "dict": (dict, "the state has type dict: create one with sw.train_state"),
 }
 
 
@@ -453,16 +453,16 @@ def test_layouts_that_cannot_train_are_refused():
         assert {f.path for f in caught.value.findings} == {"up.kernel", "down.kernel"}
         with pytest.raises(sw.LayoutError, match=r"the layout has float32\[64, 16\], the model"):
             make(given, other)
-        with pytest.raises(ValueError, match=r"data=8 of no devices.*layout.on\(sw.mesh"):
+        with pytest.raises(ValueError, match=r"data=8 has no devices.*layout.on\(sw.mesh"):
             make(given, nowhere)
-        with pytest.raises(ValueError, match="the recipe is a Layout: see sw.Recipe"):
+        with pytest.raises(ValueError, match="the recipe has type Layout: give a sw.Recipe"):
             make(layout, given)
         with pytest.raises(ValueError, match="the layout is of type Mesh: make one with sw.layout"):
             make(given, layout.mesh)
     assert len(jax.live_arrays()) == before
 
 
-def test_layouts_of_a_lockfile_train_as_well(tmp_path):
+def test_layouts_from_a_lockfile_train_too(tmp_path):
     (axes, rules, _), name = MESHES["fsdp+tensor"], "mlp"
     given = recipe(name)
     sw.layout(given.model, sw.mesh(axes, on="none"), rules).save(tmp_path / "layout.json")
@@ -490,7 +490,7 @@ def test_explicit_meshes(explicit):
 
 
 @pytest.mark.parametrize("axes", ["data=2,model=4", "data=8", "x=2"])
-def test_a_callers_own_mesh_does_not_disturb(axes):
+def test_the_callers_mesh_does_not_interfere(axes):
     """orbax#3164, flax#4791: jax.set_mesh around everything, or around a later step only."""
     given, layout, step = small()
     with jax.set_mesh(sw.mesh(axes, on="cpu:8" if axes != "x=2" else "cpu:2")):
@@ -544,7 +544,7 @@ def small_layout():
 
 
 @pytest.mark.parametrize("kind", GIVEN)
-def test_a_state_begins_with_given_weights(kind):
+def test_a_state_starts_from_given_weights(kind):
     model = Small(7)
     given = GIVEN[kind](model)
     recipe, layout = small_recipe(ema=0.9), small_layout()
@@ -555,7 +555,7 @@ def test_a_state_begins_with_given_weights(kind):
     assert int(state.step) == 0 and not np.asarray(state.optimizer["0.mu.up.kernel"]).any()
     key = jax.random.key_data(state.model["drop.rngs.key"])
     np.testing.assert_array_equal(key, jax.random.key_data(model.drop.rngs.key[...]))
-    # The step uses its state up, and not what was given.
+    # The step donates its state, but not the given weights.
     step = sw.train_step(recipe, layout)
     for _ in range(2):
         state, _ = step(state, np.ones((16, 16), "float32"))
@@ -576,15 +576,15 @@ def test_given_weights_of_another_model_are_refused():
         sw.train_state(recipe, layout, model={**arrays, "up.bias": np.zeros(3, "float32")})
     with pytest.raises(sw.LayoutError, match="SW203"):
         sw.train_state(recipe, layout, model={**arrays, "down.bias": np.zeros(3, "float32")})
-    with pytest.raises(ValueError, match="^up.bias of the given model is a ShapeDtypeStruct"):
+    with pytest.raises(ValueError, match="^up.bias of the given model has type ShapeDtypeStruct"):
         sw.train_state(
             recipe, layout, model={**arrays, "up.bias": jax.ShapeDtypeStruct((32,), "float32")}
         )
-    with pytest.raises(ValueError, match="^model is a list: give a model with arrays"):
+    with pytest.raises(ValueError, match="^model has type list: give a model with arrays"):
         sw.train_state(recipe, layout, model=[1])
 
 
-def test_fit_begins_with_given_weights_but_a_checkpoint_comes_first(tmp_path, capsys):
+def test_fit_starts_from_given_weights_unless_it_resumes(tmp_path, capsys):
     recipe, layout = small_recipe(), small_layout()
     data = [np.ones((16, 16), "float32")] * 4
     frozen = dataclasses.replace(recipe, optimizer=optax.sgd(0.0))
@@ -594,10 +594,10 @@ def test_fit_begins_with_given_weights_but_a_checkpoint_comes_first(tmp_path, ca
     sw.fit(frozen, layout, data, steps=1, show=False, checkpoints=place)
     state = sw.fit(frozen, layout, data, steps=2, checkpoints=place, model=Small(7))
     np.testing.assert_array_equal(state.model["up.kernel"], Small(0).up.kernel[...])
-    assert f"resumed after step 1 of {tmp_path}, not from the model" in capsys.readouterr().err
+    assert f"resumed from step 1 in {tmp_path}; model= is ignored" in capsys.readouterr().err
 
 
-def test_given_weights_may_be_nested_and_help_speaks_of_them():
+def test_given_weights_may_be_nested_and_help_mentions_them():
     make = lambda: nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)))  # noqa: E731
     recipe = sw.Recipe(
         model=make,

@@ -1,4 +1,4 @@
-"""The walk of a run: the model is traced once, the layout checked once and matched once."""
+"""Work done once per run: the model is traced, and the layout checked and matched, only once."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background, restored onto any mesh."""
+"""Checkpoints: saved in the background, restored on any mesh."""
 
 from .checkpoints import CheckpointError as CheckpointError
 from .checkpoints import Checkpoints as Checkpoints

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, restored onto any mesh."""
+"""Checkpoints of a run: saved in the background, restored on any mesh."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ _DELETED = ".deleted-"
 
 @public
 class CheckpointError(ValueError):
-    """A checkpoint could not be written or read; other steps are as they were."""
+    """A checkpoint could not be written or read; other steps are unaffected."""
 
 
 @public
 class Checkpoints:
-    """The checkpoints of one run, in one directory, one numbered directory for each step.
+    """The checkpoints of one run: a directory with one numbered subdirectory per step.
 
-    A step appears when all of it is written, and not before; every process writes and reads its
-    own shards. Each array's digest is saved with it and compared on restoring.
+    A step appears only once it is completely written. Every process writes and reads its own
+    shards. Each array is saved with a digest, which is verified when the array is restored.
 
     Example:
         >>> import tempfile, jax, optax, shardwise as sw
@@ -80,20 +80,21 @@ class Checkpoints:
         every: int | None = None,
         minutes: float | None = None,
     ):
-        """Names the directory; nothing is made before the first save.
+        """Sets the directory, which is created by the first save.
 
         Args:
-            directory: where the run's checkpoints are.
-            keep: how many of the newest steps are kept; None for all.
-            every: `sw.fit` saves after so many steps,
-            minutes: or after so many minutes, or both; without either, at its end only.
+            directory: where the checkpoints of the run are.
+            keep: how many of the newest steps to keep; None keeps all.
+            every: how often `sw.fit` saves, in steps.
+            minutes: how often `sw.fit` saves, in minutes; may be combined with `every`. With
+                neither, it saves only at the end.
         """
         if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep} would keep no checkpoint: give 1 or more, or None")
+            raise ValueError(f"keep must be a positive integer or None, got {keep}")
         if every is not None and every < 1:
-            raise ValueError(f"every={every} is no number of steps: give 1 or more")
+            raise ValueError(f"every must be a positive integer or None, got {every}")
         if minutes is not None and not minutes > 0:
-            raise ValueError(f"minutes={minutes} is no time: give a positive number")
+            raise ValueError(f"minutes must be positive, got {minutes}")
         self.directory = Path(directory).absolute()
         self.keep, self.every, self.minutes = keep, every, minutes
         self._writer: Writer | None = None
@@ -110,22 +111,22 @@ class Checkpoints:
         layout: Layout | None = None,
         finite: Collection[str] = (),
     ) -> None:
-        """Begins to save a step, and returns as soon as the state may be used up.
+        """Starts to save a step, and returns as soon as the state's buffers may be donated.
 
         Args:
-            step: its number; each is written once.
+            step: the step number; each step can be saved once.
             state: the state.
-            position: how many samples were read until now.
-            layout: the model's layout, whose lockfile is saved too, as `about/layout.json`.
-            finite: paths of arrays (`kernel`, `optimizer.0.mu.kernel`) without whose being finite the step is not kept:
-                the next save, or `wait`, then raises `NotFinite`.
+            position: how many samples have been read so far.
+            layout: the model's layout; its lockfile is saved too, as `about/layout.json`.
+            finite: paths of arrays (`kernel`, `optimizer.0.mu.kernel`) that must be finite. If one
+                is not, the step is discarded, and the next save, or `wait`, raises `NotFinite`.
 
         Raises:
-            CheckpointError: this save cannot be begun, or the one before it failed.
-            NotFinite: the one before it had an array that is not finite.
+            CheckpointError: this save could not be started, or the previous one failed.
+            NotFinite: the previous save had an array that is not finite.
         """
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
-            raise ValueError(f"step {step!r} is no number of a step: give 0 or more")
+            raise ValueError(f"step must be a non-negative integer, got {step!r}")
         self._settle()
         step = operator.index(step)
         could_not = f"step {step} could not be saved to {self.directory}"
@@ -151,7 +152,7 @@ class Checkpoints:
         target = self.directory / str(step)
         if target.exists():
             raise CheckpointError(
-                f"{self.directory} has step {step} already: each step is saved once"
+                f"{self.directory} already has step {step}: each step can be saved only once"
             )
         rows = array_rows(state)
         mesh = state.step.sharding.mesh
@@ -177,7 +178,8 @@ class Checkpoints:
             wrong = [path for path in finite if not by_path[path].finite]
             if wrong:
                 more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-                raise NotFinite(f"{wrong[0]}{more} is not finite after step {step}")
+                verb = "are" if more else "is"
+                raise NotFinite(f"{wrong[0]}{more} {verb} not finite after step {step}")
             for name, digest in found.items():
                 rows[name]["digest"] = digest.value
             return sealed({**about, "arrays": rows})
@@ -189,11 +191,12 @@ class Checkpoints:
             self._open().save(target, _tree(arrays), files)
 
     def require_writable(self) -> None:
-        """Makes the directory if it is not there, tries to write to it, and keeps others out.
+        """Creates the directory if needed, tests that it is writable, and locks out other runs.
+
+        Call it before a run, so that a problem does not surface only at the first save.
 
         Raises:
-            CheckpointError: that cannot be done, or another run saves there; better known before
-                a run than at its end.
+            CheckpointError: the directory cannot be written, or another run saves there.
         """
         could_not = f"checkpoints cannot be saved to {self.directory}"
         with self._explained(could_not):
@@ -201,11 +204,11 @@ class Checkpoints:
             tempfile.TemporaryFile(dir=self.directory).close()
 
     def wait(self) -> None:
-        """Returns when the save that is under way is committed, and older steps are removed.
+        """Waits until the current save is committed and old steps are removed.
 
         Raises:
-            CheckpointError: it failed; the steps before it are untouched.
-            NotFinite: an array that must be finite is not; so are they then.
+            CheckpointError: the save failed; earlier steps are untouched.
+            NotFinite: an array that must be finite is not; earlier steps are untouched.
         """
         self._settle()
         while self._removing:
@@ -223,14 +226,14 @@ class Checkpoints:
         self._prune()
 
     def _require_saved(self, step: int, could_not: str) -> None:
-        """Refuses a save that Orbax calls done, and of which the files are not there."""
+        """Raises if Orbax reports a save as done but its files are missing."""
         try:
             read_about(self.directory / str(step))
         except ValueError as error:
-            raise CheckpointError(f"{could_not}: when it was done, {error}") from error
+            raise CheckpointError(f"{could_not}: after the save, {error}") from error
 
     def close(self) -> None:
-        """Waits, and ends the threads that save; the next save begins anew."""
+        """Waits for the current save, and stops the writer threads; a later save restarts them."""
         try:
             self.wait()
         finally:
@@ -240,28 +243,28 @@ class Checkpoints:
             self._lock.release()
 
     def release(self) -> None:
-        """Lets other writers have the directory, if nothing is being saved."""
+        """Releases the directory to other writers, unless a save is in progress."""
         if self._writer is None:
             self._lock.release()
 
     def steps(self) -> list[int]:
-        """Returns the steps that are there, committed, in order."""
+        """Returns the committed steps, in order."""
         if not self.directory.is_dir():
             return []
-        # A step appears by a rename, with all that it has: what lacks a file was damaged since.
+        # A step appears complete, by a rename: one that lacks a file was damaged afterwards.
         return sorted(int(p.name) for p in self._entries() if (p / "state").is_dir())
 
     def about(self, step: int | None = None) -> dict[str, Any]:
-        """Returns what a step says of itself: its mesh, bytes, position and arrays.
+        """Returns the metadata of a step: its mesh, bytes, position and arrays.
 
         Raises:
-            CheckpointError: the step is not there, or a file of it is missing or damaged.
+            CheckpointError: the step does not exist, or one of its files is missing or damaged.
         """
         step = self._pick(step)
         try:
             about = read_about(self.directory / str(step))
             if about["step"] != step:
-                raise ValueError(f"it is step {about['step']}, in a directory of another's name")
+                raise ValueError(f"its directory is named {step}, but holds step {about['step']}")
             return about
         except UnknownFormat as error:
             raise CheckpointError(f"step {step} in {self.directory} {error}") from None
@@ -273,45 +276,45 @@ class Checkpoints:
     def preflight(
         self, recipe: Recipe, layout: Layout, *, step: int | None = None, allow: Allow | None = None
     ) -> Preflight:
-        """Returns what restoring would find, from metadata alone; no array is read.
+        """Returns what a restore would find, from metadata alone; no array is read.
 
         Args:
-            recipe: the recipe to go on with.
-            layout: the layout to restore onto, on devices that are here or not.
-            step: the step; the newest without.
-            allow: findings that are meant, by code and path pattern.
+            recipe: the recipe to continue with.
+            layout: the layout to restore to, on devices that may be absent.
+            step: the step; the newest by default.
+            allow: intentional findings, by code and path pattern.
         """
         return flight_check(make_blueprint(recipe, layout), self.about(step), allow=allow)
 
     def restore(self, recipe: Recipe, layout: Layout, *, step: int | None = None) -> TrainState:
-        """Returns the state of a step, read straight into this layout's shards.
+        """Returns the state of a step, read directly into this layout's shards.
 
         Args:
-            recipe: the recipe to go on with.
-            layout: any layout of its model on any mesh of devices that are here; each process
-                reads only what its devices hold.
-            step: the step; the newest without.
+            recipe: the recipe to continue with.
+            layout: any layout of its model, on any mesh of available devices; each process reads
+                only the shards of its own devices.
+            step: the step; the newest by default.
 
         Raises:
-            LayoutError: the checkpoint is not of this recipe; no array was read.
-            CheckpointError: there is none, or it is damaged.
+            LayoutError: the checkpoint does not match this recipe; no array is read.
+            CheckpointError: there is no such checkpoint, or it is damaged.
         """
         return self.restore_onto(make_blueprint(recipe, layout), step=step)
 
     def restore_onto(self, blueprint: Blueprint, *, step: int | None = None) -> TrainState:
-        """Returns the state of a step as `restore` does, for a step that exists already.
+        """Returns the state of a step like `restore`, given the blueprint of a training step.
 
         Args:
-            blueprint: what the step is built from, `step.blueprint`: nothing is traced or checked
-                again.
-            step: the step; the newest without.
+            blueprint: what the training step is built from, `step.blueprint`; nothing is traced or
+                checked again.
+            step: the step to restore; the newest by default.
         """
         require_mesh(blueprint.layout)
         step = self._pick(step)
         about = self.about(step)
         flight_check(blueprint, about).findings.raise_if_errors()
-        told = f"step {step} in {self.directory} could not be restored"
-        with self._explained(told, self._others(step)), own_mesh(blueprint.layout.mesh):
+        could_not = f"step {step} in {self.directory} could not be restored"
+        with self._explained(could_not, self._others(step)), own_mesh(blueprint.layout.mesh):
             from .orbax import read_arrays
 
             stored = _on_disk(blueprint.abstract)
@@ -321,36 +324,36 @@ class Checkpoints:
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(
-                f"step {step} in {self.directory} is damaged: what was read of {wrong[0]}{more} "
-                f"is not what was saved{self._others(step)}"
+                f"step {step} in {self.directory} is damaged: the values of {wrong[0]}{more} "
+                f"are not those that were saved{self._others(step)}"
             )
         with own_mesh(blueprint.layout.mesh):
             return _in_memory(arrays, blueprint)
 
     def _take_lock(self, could_not: str) -> None:
-        """Makes the directory and keeps other writers out of it; all processes call it."""
+        """Creates the directory and locks out other writers; all processes call it."""
         if self._lock.held:
             return
-        told = ""
+        problem = ""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.take(on_disk=jax.process_index() == 0)
         except (Taken, OSError) as error:
-            told = f"{could_not}: {_reason(error)}"
+            problem = f"{could_not}: {_reason(error)}"
             if isinstance(error, Taken):
-                told = f"checkpoints cannot be saved to {self.directory}: {error}"
-        told = _first(exchange("locking the directory of checkpoints", told))
-        if not told:
-            mark = exchange("marking the directory of checkpoints", self._lock.mark)[0]
+                problem = f"checkpoints cannot be saved to {self.directory}: {error}"
+        problem = _first(exchange("locking the checkpoint directory", problem))
+        if not problem:
+            mark = exchange("marking the checkpoint directory", self._lock.mark)[0]
             if mark and not self._lock.sees(mark):
-                told = (
-                    f"{could_not}: process {jax.process_index()} does not find there what process 0 "
-                    f"has written: the directory must be on storage that all processes share"
+                problem = (
+                    f"{could_not}: process {jax.process_index()} does not see there what process 0 "
+                    f"wrote: the directory must be on storage that all processes share"
                 )
-            told = _first(exchange("finding the directory of checkpoints", told))
-        if told:
+            problem = _first(exchange("looking for the checkpoint directory", problem))
+        if problem:
             self._lock.release()
-            raise CheckpointError(told)
+            raise CheckpointError(problem)
 
     def _open(self) -> Writer:
         if self._writer is None:
@@ -361,10 +364,10 @@ class Checkpoints:
         return self._writer
 
     def _sweep(self, step: int | None = None) -> None:
-        """Removes what a process that was killed left half written or half deleted.
+        """Removes what a killed process left half written or half deleted.
 
-        Where the file system has no locks, another process may be writing: then only what is left
-        of this step is removed.
+        On a file system without locks another process may be writing: then only what is left of
+        this step is removed.
         """
         if jax.process_index() != 0 or not self._lock.held:
             return
@@ -384,12 +387,12 @@ class Checkpoints:
         if self.keep is None or jax.process_index() != 0:
             return
         for step in self.steps()[: -self.keep]:
-            # Renamed first: a process that is killed here leaves no step that is half there.
-            gone = self.directory / f"{_DELETED}{step}"
+            # Renamed first, so that a process killed here leaves no incomplete step.
+            deleted = self.directory / f"{_DELETED}{step}"
             with contextlib.suppress(OSError):
-                (self.directory / str(step)).rename(gone)
+                (self.directory / str(step)).rename(deleted)
             # In the background: a large step takes a while to remove.
-            thread = threading.Thread(target=shutil.rmtree, args=(gone, True))
+            thread = threading.Thread(target=shutil.rmtree, args=(deleted, True))
             thread.start()
             self._removing.append(thread)
 
@@ -408,28 +411,30 @@ class Checkpoints:
             what = "is a file" if self.directory.exists() else "does not exist"
             raise CheckpointError(f"{self.directory} {what}, so it has no checkpoints")
         names = sorted(path.name for path in self.directory.iterdir() if path.name != LOCK)
-        holds = f"it holds {', '.join(names[:5])}" if names else "it is empty"
-        raise CheckpointError(f"{self.directory} has no checkpoints: {holds}")
+        found = f"it contains {', '.join(names[:5])}" if names else "it is empty"
+        raise CheckpointError(f"{self.directory} has no checkpoints: {found}")
 
     def _others(self, step: int) -> str:
         rest = [s for s in self.steps() if s != step]
         if not rest:
             return ""
-        return f"; other steps there: {', '.join(map(str, rest))}; remove it to go on from them"
+        return f"; remove it to continue from another step: {', '.join(map(str, rest))}"
 
     @contextlib.contextmanager
-    def _explained(self, told: str, others: str = "", sweep: int | None = None) -> Iterator[None]:
-        """Turns what Orbax, TensorStore or the file system raise into one sentence."""
+    def _explained(
+        self, could_not: str, others: str = "", sweep: int | None = None
+    ) -> Iterator[None]:
+        """Turns errors of Orbax, TensorStore and the file system into one clear message."""
         try:
             yield
         except CheckpointError:
             raise
         except Exception as error:
             if sweep is not None:
-                self._sweep(sweep)  # what is half written would keep a full disk full
+                self._sweep(sweep)  # a half-written step would keep a full disk full
             if isinstance(error, NotFinite):
                 raise
-            raise CheckpointError(f"{told}: {_reason(error)}{others}") from error
+            raise CheckpointError(f"{could_not}: {_reason(error)}{others}") from error
 
 
 _ERRNO = {
@@ -437,8 +442,8 @@ _ERRNO = {
     errno.EDQUOT: "the disk is full",
     errno.EROFS: "the file system is read-only",
     errno.EACCES: "permission denied",
-    errno.ENOTDIR: "a part of the path is a file",
-    errno.EEXIST: "a part of the path is a file",
+    errno.ENOTDIR: "part of the path is a file",
+    errno.EEXIST: "part of the path is a file",
 }
 
 
@@ -446,31 +451,31 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno in _ERRNO:
         return _ERRNO[error.errno]
     text = " ".join(str(error).split())
-    # TensorStore raises a ValueError for all of these, with neither a status nor a number of the
-    # system's: only its words tell them apart.
+    # TensorStore raises a ValueError for all of these, with neither a status nor an errno: only the
+    # message distinguishes them.
     known = {
         "No space left": "the disk is full",
         "Read-only file system": "the file system is read-only",
         "Permission denied": "permission denied",
-        "Not a directory": "a part of the path is a file",
-        "File exists": "a part of the path is a file",
-        "checksum verification failed": "a file of it is damaged",
-        "Error decoding": "a file of it is damaged",
-        "DATA_LOSS": "a file of it is damaged",
-        "OUT_OF_RANGE": "a file of it was cut short",
-        "NOT_FOUND": "a file of it is missing",
-        "Encountered error while reading": "a file of it is damaged",
+        "Not a directory": "part of the path is a file",
+        "File exists": "part of the path is a file",
+        "checksum verification failed": "one of its files is damaged",
+        "Error decoding": "one of its files is damaged",
+        "DATA_LOSS": "one of its files is damaged",
+        "OUT_OF_RANGE": "one of its files is truncated",
+        "NOT_FOUND": "one of its files is missing",
+        "Encountered error while reading": "one of its files is damaged",
     }
-    for sign, words in known.items():
+    for sign, reason in known.items():
         if sign in text:
             # The array that was being read, where the message says so.
             named = re.search(r'Error reading "([^"]+)/(?:zarr\.json|c/[^"]*|c)"', text)
-            return f"{words}, found while reading {named[1]}" if named else words
+            return f"{reason}, found while reading {named[1]}" if named else reason
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def _on_disk(state: TrainState) -> TrainState:
-    """Returns the state with random keys as the numbers that they are, live or abstract."""
+    """Returns the state, live or abstract, with random keys as raw key data."""
 
     def one(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -494,7 +499,7 @@ def _in_memory(state: TrainState, blueprint: Blueprint) -> TrainState:
 
 def _tree(state: TrainState) -> dict[str, Any]:
     parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-    # Orbax writes no array without elements, and there is nothing of it to be read.
+    # Orbax does not write empty arrays, and there is nothing to read.
     parts = {name: {k: x for k, x in part.items() if x.size} for name, part in parts.items()}
     return {"step": state.step, **{name: part for name, part in parts.items() if part}}
 
@@ -511,22 +516,22 @@ def _from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
 
 
 def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
-    """Returns the arrays that are not what was saved."""
+    """Returns the arrays whose values are not those that were saved."""
     arrays, rows = named_arrays(state), about["arrays"]
     if about["format"] == 1:
         found: dict[str, Any] = dict(digest_v1.sums(arrays))
     else:
         if about["digest"] != ALGORITHM:
             raise CheckpointError(
-                f"step {about['step']} has digests by {about['digest']}: this version computes "
-                f"{ALGORITHM}"
+                f"step {about['step']} has digests of type {about['digest']}, which this version "
+                f"cannot verify: it computes {ALGORITHM}"
             )
         found = {name: digest.value for name, digest in digests(arrays)().items()}
     return [show_array(name) for name in found if found[name] != rows[name]["digest"]]
 
 
 def _first(texts: list[str]) -> str:
-    """Returns the first that is not empty: what one process says, all of them raise."""
+    """Returns the first text that is not empty, so that all processes raise the same error."""
     return next(filter(None, texts), "")
 
 

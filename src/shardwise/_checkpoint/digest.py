@@ -1,10 +1,10 @@
-"""A digest of an array that does not depend on how it is split.
+"""A digest of an array that does not depend on how it is sharded.
 
 Orbax writes arrays without a checksum of their values, so a bit that flips on disk would be
-restored as if it had been trained. Every 32-bit word of every element is encrypted, together with
-its place, by Threefry-2x32 under a key of its place, and the two words that come out are summed
-modulo 2**32 each: 64 bits. The sum has no order, so any mesh computes the same one, each device
-from what it holds; the cipher is not linear, so that no two changes cancel but by chance.
+restored unnoticed. Every 32-bit word of every element is encrypted, together with its position, by
+Threefry-2x32 with a key derived from its position, and the two output words are each summed modulo
+2**32, for 64 bits in total. The order of the sum does not matter, so every mesh computes the same
+digest, each device from its own shards. The cipher is not linear, so changes cancel only by chance.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ ALGORITHM = "threefry2x32-20-sum64"
 _ROUNDS = 20
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
-# The CPU takes 32 programs at a time, and keeps the caller waiting for the others.
+# The CPU backend queues 32 programs, and blocks the caller when there are more.
 _PROGRAMS = 24
-# Elements of a shard up to which arrays share one cipher: each takes a quarter of a second to
-# compile, and a model has many small arrays.
+# Arrays with shards of up to this many elements share one cipher: compiling one takes a quarter of
+# a second, and a model has many small arrays.
 _SMALL = 4096
 
 Pair = tuple[Any, Any]
 
 
 class Digest(NamedTuple):
-    """What is known of an array's values."""
+    """The digest of an array's values, and whether they are all finite."""
 
     value: str
     finite: bool
 
 
 class _Kind(NamedTuple):
-    """All that a program must know of an array."""
+    """All that a program needs to know about an array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -55,7 +55,7 @@ class _Kind(NamedTuple):
 def digests(arrays: Mapping[str, jax.Array]) -> Callable[[], dict[str, Digest]]:
     """Returns a function that waits for the digest of each array, and returns them by name.
 
-    The arrays are placed on one mesh, and may be given away as soon as this returns.
+    The arrays must be on one mesh, and may be donated as soon as this returns.
     """
     shardings: dict[str, Any] = {name: x.sharding for name, x in arrays.items()}
     mesh = next(iter(shardings.values())).mesh
@@ -90,7 +90,7 @@ def _kind(array: jax.Array) -> _Kind:
 
 
 def _together(counts: Sequence[int]) -> int:
-    """Returns how many arrays of a kind one program takes, so that there are few programs."""
+    """Returns how many arrays of a kind each program takes, to limit the number of programs."""
     most = max(counts, default=1)
     fits = (n for n in range(1, most) if sum(-(-c // n) for c in counts) < _PROGRAMS)
     return next(fits, most)
@@ -98,7 +98,7 @@ def _together(counts: Sequence[int]) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _parts_on(mesh: Mesh, kinds: tuple[_Kind, ...]) -> Any:
-    """Returns a program that gives each device's part of some digests, with no collective."""
+    """Returns a program for each device's contribution to some digests, without collectives."""
 
     def body(*parts: jax.Array) -> jax.Array:
         if math.prod(parts[0].shape) <= _SMALL:
@@ -128,11 +128,11 @@ def _total_on(mesh: Mesh) -> Any:
 
 
 def _sum_of(part: jax.Array, kind: _Kind, mesh: Mesh) -> jax.Array:
-    """Returns what one device adds to a digest, and whether it has what is not finite."""
+    """Returns what one device contributes to a digest, and whether it has non-finite values."""
     first = _is_first([kind], mesh)[0]
     if mesh.devices.flat[0].platform != "cpu":
         return jnp.where(first, _sum_of_part(part, kind), 0)
-    # Virtual devices share their cores: none computes what is not counted.
+    # Virtual devices share the cores, so skip what would not be counted.
     return jax.lax.cond(first, lambda: _sum_of_part(part, kind), lambda: jnp.zeros(3, jnp.uint32))
 
 
@@ -145,7 +145,7 @@ def _sum_of_part(part: jax.Array, kind: _Kind) -> jax.Array:
         for pair in _pairs(coordinates[:-1]):
             key = _threefry(key, pair)
         encrypted = _threefry(key, (word, last))
-        # In one pass over the array, which on the CPU is also the fastest way to sum it.
+        # In one pass over the array, which is also the fastest way to sum it on the CPU.
         sums: Any = (*(jnp.broadcast_to(x, part.shape) for x in encrypted), _not_finite(part))
         for dim in reversed(range(part.ndim)):
             sums = jax.lax.reduce(sums, (jnp.uint32(0),) * 3, _add, (dim,))
@@ -154,7 +154,7 @@ def _sum_of_part(part: jax.Array, kind: _Kind) -> jax.Array:
 
 
 def _sums_of_small(parts: Sequence[jax.Array], kinds: Sequence[_Kind], mesh: Mesh) -> jax.Array:
-    """Returns the same for each of several small arrays, by one cipher for all of them."""
+    """Returns the same for several small arrays, with one cipher for all of them."""
     width = max(part.size for part in parts)
     by_dtype: dict[str, list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -187,7 +187,7 @@ def _sums_of_small(parts: Sequence[jax.Array], kinds: Sequence[_Kind], mesh: Mes
         return place // strides[at][:, None] % sizes[at][:, None] + begin[at][:, None]
 
     key: Pair = tuple(jnp.asarray(np.array(seeds, np.uint32)[:, i, None]) for i in (0, 1))  # pyright: ignore[reportAssignmentType]
-    # Dims before the last one; a dim that an array does not have is its coordinate 0.
+    # Dims before the last one; the coordinate of a dim that an array does not have is 0.
     leading = np.array([max(parts[i].ndim - 1, 0) for i in owners])
     for first in range(0, max(leading), 2):
         pair = tuple(coordinate(np.where(d < leading, d, rank)) for d in (first, first + 1))
@@ -196,16 +196,16 @@ def _sums_of_small(parts: Sequence[jax.Array], kinds: Sequence[_Kind], mesh: Mes
         key = jnp.where(has, deeper[0], key[0]), jnp.where(has, deeper[1], key[1])
     last = coordinate([parts[i].ndim - 1 if parts[i].ndim else rank for i in owners])
     a, b = _threefry(key, (jnp.concatenate(words), last))
-    held = place < np.array([parts[i].size for i in owners])[:, None]
+    in_array = place < np.array([parts[i].size for i in owners])[:, None]
     zero = jnp.uint32(0)
-    lanes = (jnp.where(held, a, zero), jnp.where(held, b, zero), jnp.concatenate(bad))
+    lanes = (jnp.where(in_array, a, zero), jnp.where(in_array, b, zero), jnp.concatenate(bad))
     rows = jnp.stack(jax.lax.reduce(lanes, (zero,) * 3, _add, (1,)), axis=-1)
     totals = jnp.zeros((len(parts), 3), jnp.uint32).at[np.asarray(owners)].add(rows)
     return jnp.where(_is_first(kinds, mesh)[:, None], totals, 0)
 
 
 def _threefry(key: Pair, block: Pair) -> Pair:
-    """Returns a block of two words, encrypted by Threefry-2x32 (Salmon and others, 2011)."""
+    """Returns a block of two words, encrypted by Threefry-2x32 (Salmon et al., 2011)."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     a, b = block[0] + keys[0], block[1] + keys[1]
     for number in range(_ROUNDS):
@@ -219,19 +219,19 @@ def _threefry(key: Pair, block: Pair) -> Pair:
 
 
 def _seed(kind: _Kind, number: int) -> Pair:
-    """Returns the key that an array of this shape and dtype begins with, for each of its words."""
+    """Returns the initial key for a word of an array with this shape and dtype."""
     text = f"{kind.dtype}{list(kind.shape)}{number}".encode()
     words = np.frombuffer(hashlib.blake2b(text, digest_size=8).digest(), "<u4")
     return words[0], words[1]
 
 
 def _index(axes: Sequence[str]) -> jax.Array:
-    """Returns which part along some axes of the mesh this device has."""
+    """Returns the index of this device along some mesh axes."""
     return jnp.uint32(jax.lax.axis_index(tuple(axes)) if axes else 0)
 
 
 def _coordinates(part: jax.Array, kind: _Kind) -> list[jax.Array]:
-    """Returns, for each dim, where the elements are in the array that this is a part of."""
+    """Returns, for each dim, the positions of the elements in the full array."""
     found = []
     for dim, axes in enumerate(padded(kind.spec, part.ndim)):
         size = part.shape[dim]
@@ -247,14 +247,14 @@ def _pairs(coordinates: Sequence[Any]) -> list[Pair]:
 
 
 def _is_first(kinds: Sequence[_Kind], mesh: Mesh) -> jax.Array:
-    """Returns, for each array, whether no device before this one has the same part of it."""
+    """Returns, for each array, whether this is the first device that holds its shard."""
     here = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in mesh.axis_names])
     used = [set(itertools.chain(*spec_axes(kind.spec))) for kind in kinds]
     return (here | np.array([[axis in axes for axis in mesh.axis_names] for axes in used])).all(1)
 
 
 def _add(a: Any, b: Any) -> Any:
-    # The third says whether anything is not finite: a count of them could come round to 0.
+    # The third says whether anything is not finite: a count could overflow to 0.
     return a[0] + b[0], a[1] + b[1], a[2] | b[2]
 
 
@@ -265,12 +265,12 @@ def _not_finite(part: jax.Array) -> jax.Array:
 
 
 def words_of(array: jax.Array) -> list[jax.Array]:
-    """Returns the bits of the elements, as one array of 32-bit words for each word of an element."""
+    """Returns the bits of the elements: for each 32-bit word of an element, one array."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return [*words_of(array.real), *words_of(array.imag)]
     if array.dtype.name.startswith("float4"):
         array = jax.lax.bitcast_convert_type(array, jnp.uint4)
-    # Booleans, and numbers of less than a byte, have no bits of their own to look at.
+    # The bits of booleans, and of types smaller than a byte, cannot be accessed directly.
     if array.dtype == jnp.bool_ or array.dtype.name in ("int2", "uint2", "int4", "uint4"):
         return [array.astype(jnp.int32).astype(jnp.uint32)]
     unsigned = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)

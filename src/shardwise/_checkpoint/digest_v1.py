@@ -1,8 +1,8 @@
-"""The digest of checkpoints of format 1, kept to read them.
+"""The digest of checkpoints in format 1, kept to read them.
 
-Each element's bits are multiplied by an odd number of their place and summed modulo 2**32. That
-sum is linear, so that some changes cancel: an even number of flipped signs, for one. New
-checkpoints have the digest of `digest.py`.
+Each element's bits are multiplied by an odd number that depends on their position, and summed
+modulo 2**32. That sum is linear, so some changes cancel, such as an even number of flipped signs.
+New checkpoints use the digest in `digest.py`.
 """
 
 from __future__ import annotations

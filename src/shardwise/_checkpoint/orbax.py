@@ -1,7 +1,7 @@
-"""Where Orbax is called: a step's directory written whole or not at all, and read in shards.
+"""Calls Orbax: writes a step's directory completely or not at all, and reads it in shards.
 
-The one module that imports Orbax, and imported only when a checkpoint is written or read: with
-TensorStore it takes seconds, and planning needs neither.
+This is the only module that imports Orbax, and it is imported only when a checkpoint is written or
+read: importing Orbax and TensorStore takes seconds, and planning needs neither.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import orbax.checkpoint as ocp
 from .._jax import commit_future
 from .step_files import write_sizes
 
-# Small enough that a process which needs part of a chunk reads little more than its part.
+# Small enough that a process that needs part of a chunk reads little more than that part.
 _CHUNK_BYTES = 2**22
 _AT_ONCE_BYTES = 2**27
 
 
 class FilesHandler(ocp.AsyncCheckpointHandler):
-    """Writes small text files, whose texts are made in the background, on the first process."""
+    """Writes small text files on the first process; their texts are computed in the background."""
 
     async def async_save(self, directory: Any, args: FilesSave) -> list[ocp.Future]:  # pyright: ignore[reportIncompatibleMethodOverride] - Orbax passes args by name
-        """Returns what stands for the files being written."""
+        """Returns a future for the files being written."""
 
         async def write() -> None:
-            # Made by every process: what one raises, all raise, and none waits for another.
+            # Computed by every process: all raise the same error, and none waits for another.
             texts = {name: make_text() for name, make_text in args.files.items()}
             if jax.process_index() == 0:
                 for name, text in texts.items():
@@ -57,20 +57,20 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(FilesHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class FilesSave(ocp.args.CheckpointArgs):
-    """The files to write: for each name, a function that makes its text."""
+    """The files to write: for each name, a function that returns its text."""
 
     files: Mapping[str, Callable[[], str]]
 
 
 class AllEnded:
-    """Ends when each of some futures has, and then raises what the first failing one raised.
+    """Waits for all of some futures, and then raises the error of the first that failed.
 
-    Orbax stops waiting at the first that fails: the others would go on writing into a directory
-    that is about to be removed.
+    Orbax stops waiting at the first failure: the others would keep writing to a directory that is
+    about to be removed.
     """
 
     def __init__(self, futures: Sequence[ocp.Future]):
-        """Names the futures."""
+        """Takes the futures to wait for."""
         self._futures = futures
 
     def result(self, timeout: float | None = None) -> None:
@@ -92,21 +92,21 @@ class AllEnded:
 
 
 class StepHandler(ocp.CompositeCheckpointHandler):
-    """Writes a step's arrays and files, and fails when none of them is being written any more."""
+    """Writes a step's arrays and files; fails only once none of them is still being written."""
 
     async def async_save(self, directory: Any, args: Any) -> list[ocp.Future]:  # pyright: ignore[reportIncompatibleMethodOverride] - Orbax passes args by name
-        """Returns what stands for everything being written."""
+        """Returns a future for everything being written."""
         return [AllEnded(await super().async_save(directory, args) or [])]
 
     def finalize(self, directory: Any) -> None:
-        """Writes the sizes of the files when all of them are there, before the step appears."""
+        """Writes the file sizes once all files exist, before the step appears."""
         super().finalize(directory)
         write_sizes(Path(directory))
 
 
 @ocp.args.register_with_handler(StepHandler, for_save=True, for_restore=True)
 class StepSave(ocp.args.Composite):
-    """What a step consists of, by name."""
+    """The items of a step, by name."""
 
 
 class Writer:
@@ -114,24 +114,24 @@ class Writer:
 
     def __init__(self) -> None:
         """Starts no thread before the first save."""
-        commit_future()  # were it not there, that is said before anything is written
+        commit_future()  # if it is missing, fail before anything is written
         handler = StepHandler(
-            # Trained weights hardly compress, and compressing them takes most of a save.
+            # Trained weights hardly compress, and compression would take most of the time.
             state=ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False),
             about=FilesHandler(),
         )
-        # Made in the background, a directory that cannot be made would be waited for by threads
-        # that keep the process from ending for five minutes.
+        # If directories were created in the background and that failed, threads would wait for them
+        # and keep the process from exiting for five minutes.
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
 
     def save(self, directory: Path, arrays: Any, files: Mapping[str, Callable[[], str]]) -> None:
-        """Begins to save; returns as soon as the arrays may be given away.
+        """Starts to save, and returns as soon as the arrays may be donated.
 
         Args:
-            directory: the step's directory, which appears when all of it is written.
+            directory: the step's directory, which appears once it is completely written.
             arrays: a pytree of arrays.
-            files: small files by name; their texts are made in the background.
+            files: small files by name; their texts are computed in the background.
         """
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
         with _quiet():
@@ -144,12 +144,12 @@ class Writer:
             )
 
     def wait(self) -> None:
-        """Returns when everything is committed, or raises what went wrong."""
+        """Waits until everything is committed, or raises the error of the save."""
         with _quiet():
             self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Stops its threads."""
         self._checkpointer.close()
 
 
@@ -166,14 +166,14 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
         )
 
-    # What is read at one time is held twice: so little of it, and yet enough for one shard.
+    # Data being read is in memory twice, so limit it, but allow at least one shard.
     shards = (leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(abstract))
     sizes = zip(shards, jax.tree.leaves(abstract), strict=True)
     largest = max(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in sizes)
-    at_once: Any = max(_AT_ONCE_BYTES, 2 * largest) / 1e9  # a number of GB, whole or not
+    at_once: Any = max(_AT_ONCE_BYTES, 2 * largest) / 1e9  # in GB, may be fractional
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, restore_concurrent_gb=at_once)
     args = ocp.args.PyTreeRestore(abstract, restore_args=jax.tree.map(one, abstract))
-    # Before the read: those beside one that fails may end before it is known here.
+    # Before the first read: others may end before the failure of one is known here.
     stragglers = _ignore_stragglers()
     with _quiet():
         try:
@@ -183,30 +183,30 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
             return read
         except Exception as error:
             stragglers.expected = True
-            told = str(error).partition(" [tensorstore_spec")[0]
+            message = str(error).partition(" [tensorstore_spec")[0]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
             gc.collect()
-    raise OSError(told)
+    raise OSError(message)
 
 
 def _ignore_stragglers() -> _Stragglers:
-    """Keeps reads beside one that failed from printing their own tracebacks."""
+    """Keeps concurrent reads from printing tracebacks of their own after one has failed."""
     hook = sys.unraisablehook
     if not isinstance(hook, _Stragglers):
         hook = sys.unraisablehook = _Stragglers(hook)
     logger = logging.getLogger("asyncio")
-    if _is_no_straggler not in logger.filters:
-        logger.addFilter(_is_no_straggler)
+    if _is_not_straggler not in logger.filters:
+        logger.addFilter(_is_not_straggler)
     return hook
 
 
 class _Stragglers:
-    """Ignores what reads raise when nobody awaits them any more; passes on all else.
+    """Ignores what reads raise when nothing awaits them any more; passes on all other errors.
 
-    A hook for the whole process, since that is where they arrive: Orbax closes its event loop at
-    the first read that fails, and TensorStore's threads, which end whenever they end, then call a
-    closed loop, once for each read. So the hook stays after a failed restore, and only then.
+    It is a hook for the process, since that is where they arrive: Orbax closes its event loop at
+    the first read that fails, and TensorStore's threads, which end at any time, then call a closed
+    loop, once for each read. So the hook stays installed after a failed restore, and only then.
     """
 
     def __init__(self, before: Callable[[Any], None]):
@@ -217,7 +217,7 @@ class _Stragglers:
         """Gives the hook back, if no read has failed and nobody has set another since."""
         if not self.expected and sys.unraisablehook is self:
             sys.unraisablehook = self._before
-            logging.getLogger("asyncio").removeFilter(_is_no_straggler)
+            logging.getLogger("asyncio").removeFilter(_is_not_straggler)
 
     def __call__(self, unraisable: Any) -> None:
         code = getattr(unraisable.object, "cr_code", None)
@@ -231,19 +231,19 @@ class _Stragglers:
             self._before(unraisable)
 
 
-def _is_no_straggler(record: logging.LogRecord) -> bool:
+def _is_not_straggler(record: logging.LogRecord) -> bool:
     text = record.getMessage()
     return not ("never retrieved" in text and ("orbax" in text or "tensorstore" in text))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps Orbax from warning of what is intentional here, such as a restore onto another mesh.
+    """Silences Orbax's warnings about what is intentional here, such as changing the mesh.
 
-    By a filter of Orbax's own records: the level of absl's logger is the user's, who may log
-    from another thread meanwhile.
+    It filters Orbax's own records: the level of absl's logger belongs to the user, who may be
+    logging from another thread.
     """
-    filters = {"absl": _is_not_orbax, "asyncio": _is_no_straggler}
+    filters = {"absl": _is_not_orbax, "asyncio": _is_not_straggler}
     added = [
         (logger, one)
         for logger, one in ((logging.getLogger(name), one) for name, one in filters.items())

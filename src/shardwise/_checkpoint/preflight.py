@@ -1,4 +1,4 @@
-"""Before a restore: what a checkpoint holds against what a recipe and a layout need."""
+"""Before a restore: compares what a checkpoint holds with what a recipe and a layout need."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .._check import Allow, Finding, Findings, make_finding, sift
 from .._mesh import normal_spec, parse_spec, show_mesh, show_spec
 from .._step import Blueprint, named_arrays, show_array
 
-_HELP_MODEL = "restore with the recipe that it was saved by, or another step"
+_HELP_MODEL = "restore with the recipe that it was saved with, or restore another step"
 
 _HELP_OPTIMIZER = (
-    "resume with the optimizer that it was trained with; or restore with that one, and start "
-    "another run from its model"
+    "resume with the optimizer that it was trained with; or restore with that optimizer, and start "
+    "a new run from the restored model"
 )
 
 
@@ -30,11 +30,11 @@ class Preflight:
 
     Attributes:
         step: the step.
-        findings: missing, extra and different arrays (errors), and other layouts (warnings).
-        read_bytes: the bytes of the distinct shards that each process holds, and so must read, by
-            process (exact). Where they are split otherwise than they were saved, more passes
-            through: what is stored is read in chunks of at most 4 MiB.
-        total_bytes: the bytes of the whole state (exact).
+        findings: missing, extra and different arrays (errors), and changed layouts (warnings).
+        read_bytes: for each process, the bytes of the distinct shards of its devices, which it
+            must read (exact). If they are sharded differently than when they were saved, a process
+            reads more than that: arrays are stored in chunks of up to 4 MiB, read as a whole.
+        total_bytes: the bytes of the full state (exact).
     """
 
     step: int
@@ -48,7 +48,7 @@ class Preflight:
         count = len(self.read_bytes)
         each = "one process" if count == 1 else f"each of {count} processes"
         return (
-            f"{self.findings}\nstep {self.step}: {show_bytes(self.total_bytes)} in all; {each} needs "
+            f"{self.findings}\nstep {self.step}: {show_bytes(self.total_bytes)} in total; {each} reads "
             f"{'' if len(set(self.read_bytes.values())) == 1 else 'at most '}{show_bytes(most)} (exact)"
         )
 
@@ -58,7 +58,7 @@ class Preflight:
 def flight_check(
     blueprint: Blueprint, about: Mapping[str, Any], *, allow: Allow | None = None
 ) -> Preflight:
-    """Returns what restoring the checkpoint that `about` tells of onto `blueprint` would find."""
+    """Returns what restoring the checkpoint described by `about` to `blueprint` would find."""
     wanted = named_arrays(blueprint.abstract)
     findings = sift(_findings(blueprint, wanted, about), allow)
     sizes = _read_bytes(blueprint, wanted)
@@ -67,7 +67,7 @@ def flight_check(
 
 
 def array_rows(state: Any) -> dict[str, dict[str, Any]]:
-    """Returns, for each array, the shape, dtype and spec that a checkpoint notes."""
+    """Returns, for each array, the shape, dtype and spec that a checkpoint stores."""
     return {
         name: {
             "shape": list(x.shape),
@@ -83,8 +83,8 @@ def _findings(
 ) -> Iterator[Finding]:
     saved = about["arrays"]
     moved = about["mesh"] != show_mesh(blueprint.layout.mesh)
-    otherwise: dict[tuple[str, str], list[str]] = {}
-    # What the optimizer holds follows from the model: it is the cause only if the model is the same.
+    resharded: dict[tuple[str, str], list[str]] = {}
+    # The optimizer's arrays follow from the model, so it is to blame only if the model is the same.
     models = ({name for name in names if name.startswith("model.")} for names in (wanted, saved))
     same_model = next(models) == next(models)
 
@@ -96,7 +96,7 @@ def _findings(
             yield make_finding(
                 "SW401",
                 show_array(name),
-                f"the recipe has {leaf.dtype}{list(leaf.shape)}, the checkpoint of step "
+                f"the recipe has {leaf.dtype}{list(leaf.shape)}, but the checkpoint of step "
                 f"{about['step']} has no such array",
                 help_for(name),
             )
@@ -106,57 +106,53 @@ def _findings(
             yield make_finding(
                 "SW403",
                 show_array(name),
-                f"the checkpoint has shape {shape}, the recipe {tuple(leaf.shape)}",
+                f"the checkpoint has shape {shape}, the recipe has {tuple(leaf.shape)}",
                 _HELP_MODEL,
             )
         elif dtype != str(leaf.dtype):
             yield make_finding(
                 "SW404",
                 show_array(name),
-                f"the checkpoint has {dtype}, the recipe {leaf.dtype}",
+                f"the checkpoint has {dtype}, the recipe has {leaf.dtype}",
                 "restore with the saved dtype, then cast",
             )
         else:
             before, after = parse_spec(saved[name]["spec"]), leaf.sharding.spec
             before, after = normal_spec(before), normal_spec(after)
             if before != after or (moved and after != P()):
-                otherwise.setdefault((show_spec(before), show_spec(after)), []).append(name)
-    for (before, after), names in otherwise.items():
-        # One for each change, not for each array: a restore onto another mesh is nothing wrong.
-        more = (
-            f"; so {'is' if len(names) == 2 else 'are'} {count(len(names) - 1, 'more array')}"
-            if len(names) > 1
-            else ""
-        )
+                resharded.setdefault((show_spec(before), show_spec(after)), []).append(name)
+    for (before, after), names in resharded.items():
+        # One per change, not per array: restoring on another mesh is not an error.
+        more = f"; likewise {count(len(names) - 1, 'more array')}" if len(names) > 1 else ""
         yield make_finding(
             "SW405",
             show_array(names[0]),
             f"saved as {before} on {about['mesh']}, restored as {after} on "
             f"{show_mesh(blueprint.layout.mesh)}{more}",
-            "nothing, if this is meant: each process reads the parts that it needs",
+            "nothing to do if this is intentional: each process reads the parts it needs",
         )
     for name, row in saved.items():
         if name not in wanted:
             yield make_finding(
                 "SW402",
                 show_array(name),
-                f"the checkpoint has {row['dtype']}{row['shape']}, the recipe has no such array",
+                f"the checkpoint has {row['dtype']}{row['shape']}, but the recipe has no such array",
                 help_for(name),
             )
 
 
 def _read_bytes(blueprint: Blueprint, wanted: Mapping[str, Any]) -> dict[int, int]:
-    """Returns the bytes of the distinct shards that the devices of each process hold."""
+    """Returns, for each process, the bytes of the distinct shards that its devices hold."""
     mesh = blueprint.layout.mesh
     if not isinstance(mesh, Mesh):
         return {0: sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())}
     found: dict[int, int] = dict.fromkeys(sorted({d.process_index for d in mesh.devices.flat}), 0)
     for leaf in wanted.values():
         shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        held: dict[int, set[Any]] = {}
+        shards: dict[int, set[Any]] = {}
         for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
             key = tuple((part.start, part.stop) for part in index)
-            held.setdefault(device.process_index, set()).add(key)
-        for process, parts in held.items():
+            shards.setdefault(device.process_index, set()).add(key)
+        for process, parts in shards.items():
             found[process] += shard * len(parts)
     return found

@@ -1,4 +1,4 @@
-"""The files of a saved step: which belong to it, how large they are, and what is wrong with them."""
+"""The files of a saved step: their names and sizes, and how damage to them is found."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PARTS = ("state/_METADATA", "state/manifest.ocdbt", ABOUT)
 
 
 def sealed(body: dict[str, Any]) -> str:
-    """Returns a JSON object as text, with a checksum of it."""
+    """Returns a JSON object as text, with its checksum added."""
     return json.dumps({**body, "crc32": _crc32(body)}, indent=1)
 
 
 def write_sizes(directory: Path) -> None:
-    """Writes down the files of a step and their sizes, as the last thing before it appears."""
+    """Writes a list of a step's files with their sizes, just before the step appears."""
     found = {
         path.relative_to(directory).as_posix(): [path.stat().st_size, _checksum(path)]
         for item in ("about", "state")
@@ -29,22 +29,22 @@ def write_sizes(directory: Path) -> None:
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """Returns what a step says of itself, after a look at the size of each of its files.
+    """Returns the metadata of a step, after checking the size of each of its files.
 
     Raises:
-        ValueError: a file is missing or damaged; the message says which.
+        ValueError: a file is missing or damaged; the message names it.
         UnknownFormat: a later version wrote it.
     """
     for part in _PARTS:
         if not (directory / part).is_file():
             raise ValueError(f"its file {part} is missing")
     about = _unsealed(directory, ABOUT, "format")
-    if about["format"] == 1:  # without a list of its files
+    if about["format"] == 1:  # has no list of its files
         for path in sorted(directory.rglob("*")):
             if path.is_file() and not path.stat().st_size:
                 raise ValueError(f"its file {path.relative_to(directory)} is empty")
         if not any(path.is_file() for path in (directory / "state").glob("**/d/*")):
-            raise ValueError("the files of its arrays, state/d, are missing")
+            raise ValueError("its array files, state/d, are missing")
         return about
     if not (directory / FILES).is_file():
         raise ValueError(f"its file {FILES} is missing")
@@ -54,14 +54,14 @@ def read_about(directory: Path) -> dict[str, Any]:
         except OSError:
             raise ValueError(f"its file {name} is missing") from None
         if got != size:
-            raise ValueError(f"its file {name} has {got} bytes, and was saved with {size}")
+            raise ValueError(f"its file {name} has {got} bytes instead of {size}")
         if checksum is not None and _checksum(directory / name) != checksum:
-            raise ValueError(f"its file {name} is not what was written")
+            raise ValueError(f"the contents of its file {name} have changed")
     return about
 
 
 class UnknownFormat(Exception):
-    """A step of a format that this version cannot read."""
+    """The step has a format that this version cannot read."""
 
 
 def _unsealed(directory: Path, name: str, key: str) -> dict[str, Any]:
@@ -69,16 +69,18 @@ def _unsealed(directory: Path, name: str, key: str) -> dict[str, Any]:
         body = json.loads((directory / name).read_text(encoding="utf-8"))
         body[key]
         if key == "format" and body[key] not in FORMATS:
-            raise UnknownFormat(f"is of format {body[key]}, this version reads {FORMAT} and older")
+            raise UnknownFormat(
+                f"has format {body[key]}: this version reads format {FORMAT} and older"
+            )
         if body.pop("crc32") != _crc32(body):
-            raise ValueError("it is not what was written")
+            raise ValueError("its contents have changed")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"its file {name} cannot be read ({error})") from error
     return body
 
 
 def _checksum(path: Path) -> int | None:
-    """Returns a checksum of a file without which no array is found; the arrays have digests."""
+    """Returns the checksum of an index file, else None: arrays have digests instead."""
     is_index = path.name in ("_METADATA", "manifest.ocdbt") or path.parent.name == "array_metadatas"
     return zlib.crc32(path.read_bytes()) if is_index else None
 

@@ -1,4 +1,4 @@
-"""One writer for each directory of checkpoints: a lock that the system takes back when it dies."""
+"""One writer per checkpoint directory: a lock that the system releases if the writer dies."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ _SHARED_SECONDS = 10
 
 
 class Taken(Exception):
-    """Another writer has the directory; the message says who."""
+    """Another writer has locked the directory; the message says which."""
 
 
 class WriterLock:
-    """The right to write to one directory.
+    """The exclusive right to write to one directory.
 
-    Within a process the lock passes from one object to the next as soon as the first is idle:
-    what was opened and never saved keeps nobody waiting.
+    Within a process, the lock passes from an idle object to the next one that asks for it: an
+    object that never saved anything does not block others.
 
     Attributes:
-        held: whether this object has it.
-        real: whether the file system locks at all; without, other processes are not kept out.
+        held: whether this object has the lock.
+        real: whether the file system supports locks; if not, other processes are not locked out.
     """
 
     def __init__(self, directory: Path, is_idle: Callable[[], bool]):
-        """Names the directory; nothing is made or locked."""
+        """Sets the directory; nothing is created or locked."""
         self.directory, self.is_idle = directory, is_idle
         self.real = False
         self._file: int | None = None
 
     @property
     def mark(self) -> str:
-        """What the lock's file says of its holder; nothing where this process has no such file."""
+        """The contents of the lock file, which name its holder; empty if this process has none."""
         if self._file is None:
             return ""
         return os.pread(self._file, 4096, 0).decode(errors="replace")
 
     def sees(self, mark: str) -> bool:
-        """Returns whether the lock that another process has taken is found in this directory."""
-        until = time.monotonic() + _SHARED_SECONDS  # a network file system may be a little late
+        """Returns whether another process's lock file is visible in this directory."""
+        until = time.monotonic() + _SHARED_SECONDS  # a network file system may lag a little
         while True:
             with contextlib.suppress(OSError):
                 if (self.directory / LOCK).read_text(errors="replace") == mark:
@@ -63,18 +63,18 @@ class WriterLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object has the lock now."""
+        """Whether this object currently has the lock."""
         return _HOLDERS.get(_key(self.directory)) is self
 
     def take(self, *, on_disk: bool) -> None:
-        """Takes the lock, or says who has it. The directory must exist.
+        """Takes the lock, or raises an error that names its holder. The directory must exist.
 
         Args:
-            on_disk: whether to lock the directory too; of many processes the first one does.
+            on_disk: whether to lock the directory itself; only the first process of a run does.
 
         Raises:
-            Taken: another writer has it.
-            OSError: the lock's file cannot be made.
+            Taken: another writer has the lock.
+            OSError: the lock file cannot be created.
         """
         with _ACCESS:
             key = _key(self.directory)
@@ -83,8 +83,7 @@ class WriterLock:
                 return
             if other is not None and not other.is_idle():
                 raise Taken(
-                    "this process has it open for writing already: close() the other "
-                    "Checkpoints first"
+                    "this process is already saving there: close() the other Checkpoints first"
                 )
             if other is not None:
                 self._file, other._file, self.real = other._file, None, other.real
@@ -93,20 +92,20 @@ class WriterLock:
             _HOLDERS[key] = self
 
     def release(self) -> None:
-        """Gives the lock back, if it has it."""
+        """Releases the lock, if this object has it."""
         with _ACCESS:
             if not self.held:
                 return
             del _HOLDERS[_key(self.directory)]
             if self._file is not None:
                 file, self._file = self._file, None
-                # Removed while it is locked: who opened it meanwhile sees that it is gone.
+                # Removed while locked: a process that has just opened it sees that it is gone.
                 with contextlib.suppress(OSError):
                     (self.directory / LOCK).unlink()
                 os.close(file)
 
 
-# The system knows one lock for each open file of a process: so does the process.
+# Within this process, the object that holds the lock of each directory.
 _HOLDERS: dict[str, WriterLock] = {}
 _ACCESS = threading.Lock()
 _UNLOCKABLE: list[str] = []
@@ -117,7 +116,7 @@ def _key(directory: Path) -> str:
 
 
 def _lock(path: Path) -> tuple[int | None, bool]:
-    """Returns the open file that holds the lock, and whether the file system can lock."""
+    """Returns the open, locked file, and whether the file system supports locks."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -127,15 +126,15 @@ def _lock(path: Path) -> tuple[int | None, bool]:
             if _is_still(path, file):
                 break
         except BlockingIOError:
-            told = f"{_who(file)}; wait until it has ended, or give another directory"
+            message = f"{_who(file)}; wait until it exits, or use another directory"
             os.close(file)
-            raise Taken(told) from None
+            raise Taken(message) from None
         except BaseException:
             os.close(file)
             raise
         os.close(file)  # its owner has removed it since it was opened
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.time()}
-    with contextlib.suppress(OSError):  # a full disk: only who holds it is not known then
+    with contextlib.suppress(OSError):  # disk full: then only the holder is unknown
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(mine).encode(), 0)
     return file, True
@@ -155,7 +154,7 @@ def _flock(file: int, path: Path) -> bool:
     if not _UNLOCKABLE:
         _UNLOCKABLE.append(str(path))
         warnings.warn(
-            f"{path.parent} is on a file system without locks{why}: nothing keeps a second run "
+            f"{path.parent} is on a file system without locks{why}: nothing stops a second run "
             f"from saving there too",
             RuntimeWarning,
             stacklevel=2,
@@ -172,15 +171,15 @@ def _is_still(path: Path, file: int) -> bool:
 
 def _who(file: int) -> str:
     try:
-        told: Any = json.loads(os.pread(file, 4096, 0))
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["started"]))
-        return f"process {told['pid']} on {told['host']} is saving there, since {since}"
+        holder: Any = json.loads(os.pread(file, 4096, 0))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
+        return f"process {holder['pid']} on {holder['host']} has been saving there since {since}"
     except (OSError, ValueError, LookupError, TypeError):
         return "another process is saving there"
 
 
 def _forget() -> None:
-    """Closes a forked child's copies: the lock is the parent's, and ends with it."""
+    """Closes a forked child's copies of the lock files: the locks belong to the parent."""
     global _ACCESS
     _ACCESS = threading.Lock()
     for holder in _HOLDERS.values():

@@ -1,4 +1,4 @@
-"""Arrays onto devices: models initialised in their shards, or moved onto a layout."""
+"""Placing arrays on devices: initialising a model in its shards, or moving it to a layout."""
 
 from .parts import put_anywhere as put_anywhere
 from .parts import wrap_keys as wrap_keys

@@ -1,10 +1,10 @@
-"""Running a program of many independent outputs part by part.
+"""Runs a program with many independent outputs in parts.
 
-One jitted program that makes every leaf of a model keeps the temporaries of many leaves alive at
-once, and compiles the same initialiser again for every layer. Here the traced program is cut: the
-small values (random keys, scalars) are computed first, then each leaf by a program of its own, one
-after the other. Programs that are equal but for their inputs, such as those of layers alike, are
-compiled once.
+A single jitted program that initialises every leaf of a model keeps the temporaries of many leaves
+alive at once, and compiles the same initialiser again for every layer. Here the traced program is
+cut up: small values (random keys, scalars) are computed first, then each leaf by its own program,
+one after the other. Programs that differ only in their inputs, such as those of identical layers,
+are compiled once.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from jax.sharding import NamedSharding
 
 from .._jax import cut_jaxpr, is_jaxpr, is_literal, jaxpr_as_fun
 
-# Elements: random keys and counts are below it. Floating values are made in programs, since
-# rounding may differ without jit.
+# In elements: random keys and counts are smaller. Floating-point values are always computed in
+# jitted programs, since rounding may differ without jit.
 _SMALL = 4096
 _LIGHT_BYTES = 2**28
 
 
 def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Returns the outputs of a closed jaxpr without inputs, each under its sharding."""
+    """Returns the outputs of a closed jaxpr without inputs, each with its sharding."""
     jaxpr, consts = closed.jaxpr, list(closed.consts)
     known = dict(zip(jaxpr.constvars, consts, strict=True))
     small, large = _separate(jaxpr, set(known))
-    made = {v for eqn in small for v in eqn.outvars} | set(known)
+    computed = {v for eqn in small for v in eqn.outvars} | set(known)
     parts = [
-        _Part(jaxpr, indices, eqns, made, shardings)
-        for indices, eqns in _parts(jaxpr.outvars, large, made)
+        _Part(jaxpr, indices, eqns, computed, shardings)
+        for indices, eqns in _parts(jaxpr.outvars, large, computed)
     ]
     keys = _Keys()
-    keyed = [(part, (keys.of(part.jaxpr), tuple(part.places))) for part in parts]
-    # A print in an initialiser would be lost or reordered by cutting the program; and a small
-    # model of leaves unlike gains nothing from it.
-    unlike = 2 * len({key for _, key in keyed}) > len(parts)
+    keyed = [(part, (keys.of(part.jaxpr), tuple(part.shardings))) for part in parts]
+    # Cutting the program would drop or reorder prints in an initialiser, and a small model whose
+    # leaves are mostly different gains nothing from it.
+    mostly_different = 2 * len({key for _, key in keyed}) > len(parts)
     light = sum(_bytes(v) for v in jaxpr.outvars) < _LIGHT_BYTES
-    if closed.effects or (unlike and light):
+    if closed.effects or (mostly_different and light):
         return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
 
     wanted = [v for v in dict.fromkeys(v for p in parts for v in p.inputs) if v not in known]
-    outputs = [i for i, v in enumerate(jaxpr.outvars) if is_literal(v) or v in made]
-    # Run without jit: hundreds of random keys would be one program that takes long to compile.
+    outputs = [i for i, v in enumerate(jaxpr.outvars) if is_literal(v) or v in computed]
+    # Run without jit: one program for hundreds of random keys would take long to compile.
     first = cut_jaxpr(jaxpr, list(known), [*wanted, *(jaxpr.outvars[i] for i in outputs)], small)
     values = jaxpr_as_fun(first)(*consts)
     known.update(zip(wanted, values, strict=False))
@@ -60,8 +60,8 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
     for part, key in keyed:
         if key not in compiled:
             program = jaxpr_as_fun(part.jaxpr)
-            compiled[key] = jax.jit(program, out_shardings=part.places)
-        # Waiting keeps the temporaries of one part, not of all, in memory.
+            compiled[key] = jax.jit(program, out_shardings=part.shardings)
+        # Wait, so that only one part's temporaries are in memory at a time.
         arrays = jax.block_until_ready(compiled[key](*(known[v] for v in part.inputs)))
         for i, array in zip(part.indices, arrays, strict=True):
             results[i] = array
@@ -69,10 +69,10 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
 
 
 def put_anywhere(value: Any, sharding: Any) -> jax.Array:
-    """Returns a value under its sharding, also where that spans processes.
+    """Returns a value placed with a sharding, which may span processes.
 
-    `jax.device_put` takes no array of this process to devices of another. Every process has the
-    same value here, so each places its own shards of it.
+    `jax.device_put` does not move a process's arrays to the devices of other processes. Here every
+    process has the same value, so each places its own shards of it.
     """
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
@@ -86,7 +86,7 @@ def put_anywhere(value: Any, sharding: Any) -> jax.Array:
 
 
 def wrap_keys(data: jax.Array, sharding: Any, impl: str) -> jax.Array:
-    """Returns the random keys that these numbers are, under the sharding of the keys."""
+    """Returns random keys from their raw key data, with the given sharding."""
     return _wrap_on(sharding, impl)(data)
 
 
@@ -96,25 +96,25 @@ def _wrap_on(sharding: Any, impl: str) -> Any:
 
 
 class _Part:
-    """Outputs that share equations, and the program that makes them from small values."""
+    """Outputs that share equations, and the program that computes them from small values."""
 
     def __init__(
         self,
         jaxpr: Any,
         indices: list[int],
         eqns: list[Any],
-        made: set[Any],
+        computed: set[Any],
         shardings: Sequence[NamedSharding],
     ):
         read = (v for eqn in eqns for v in eqn.invars if not is_literal(v))
         self.indices = indices
-        self.inputs = [v for v in dict.fromkeys(read) if v in made]
+        self.inputs = [v for v in dict.fromkeys(read) if v in computed]
         self.jaxpr = cut_jaxpr(jaxpr, self.inputs, [jaxpr.outvars[i] for i in indices], eqns)
-        self.places = [shardings[i] for i in indices]
+        self.shardings = [shardings[i] for i in indices]
 
 
 def _separate(jaxpr: Any, known: set[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns the equations on small values alone, and the others."""
+    """Returns the equations that involve only small values, and the rest."""
     small_vars = {v for v in known if _is_small(v)}
     small, large = [], []
     for eqn in jaxpr.eqns:
@@ -128,14 +128,14 @@ def _separate(jaxpr: Any, known: set[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _parts(
-    outvars: Sequence[Any], large: Sequence[Any], made: set[Any]
+    outvars: Sequence[Any], large: Sequence[Any], computed: set[Any]
 ) -> Iterator[tuple[list[int], list[Any]]]:
-    """Yields the outputs that share equations, with the equations that they need."""
+    """Yields groups of outputs that share equations, each with the equations it needs."""
     producer = {v: n for n, eqn in enumerate(large) for v in eqn.outvars}
     group_of: dict[int, int] = {}  # by equation
     groups: dict[int, tuple[list[int], set[int]]] = {}
     for index, out in enumerate(outvars):
-        if is_literal(out) or out in made:
+        if is_literal(out) or out in computed:
             continue
         needed: set[int] = set()
         met: set[int] = set()
@@ -171,13 +171,13 @@ def _is_small(var: Any) -> bool:
 
 
 class _Keys:
-    """Keys under which two jaxprs are equal only if they compute the same from their inputs."""
+    """Computes keys: two jaxprs with equal keys compute the same function of their inputs."""
 
     def __init__(self) -> None:
         self.inner: dict[int, tuple[Any, Any]] = {}
 
     def of(self, jaxpr: Any) -> Any:
-        """Returns the key of a jaxpr: its equations, with variables numbered as they come."""
+        """Returns the key of a jaxpr: its equations, variables numbered in order of appearance."""
         numbers: dict[Any, int] = {}
 
         def atom(v: Any) -> Any:
@@ -203,8 +203,8 @@ class _Keys:
     def _parameter(self, value: Any) -> Any:
         inner = getattr(value, "jaxpr", value)
         if is_jaxpr(inner):
-            # The same object is met for every layer, since JAX caches traces; kept, so that
-            # no other object can come to have its id.
+            # JAX caches traces, so every layer has the same object. It is kept alive, so that no
+            # other object can get its id.
             if id(value) not in self.inner:
                 consts = tuple(id(c) for c in getattr(value, "consts", ()))
                 self.inner[id(value)] = (value, (self.of(inner), consts))

@@ -1,4 +1,4 @@
-"""Placing: a model initialised straight into its shards, or moved onto a layout."""
+"""Placing: initialises a model directly in its shards, or moves one to a layout."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ T = TypeVar("T")
 
 @public
 def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
-    """Returns the model that `make` builds, initialised straight into its shards.
+    """Returns the model that `make` builds, initialised directly in its shards.
 
-    It is traced, and each leaf is made under `jax.jit` with its sharding as the output: no
-    leaf is ever whole on one device. Every mesh gets the same random bits, and values that agree
-    to rounding, because XLA fuses and vectorises each program in its own way.
-    (An initialiser that is no map of random bits, such as an orthogonal one or one that sums over
-    a dim, is computed by XLA as it sees fit: it may gather.)
+    The function is traced, and each leaf is computed under `jax.jit` with its sharding as the
+    output sharding: no device ever holds a full copy of a sharded leaf. Every mesh gets the same
+    random bits, and values that agree to rounding, since XLA fuses and vectorises each program in
+    its own way. (The exception is an initialiser that is not elementwise in its random bits, such
+    as an orthogonal one or one that sums over a dim: XLA may gather it.)
 
     Args:
-        make: a function of no arguments that returns the model.
-        layout: its layout, on a mesh of devices that are here.
+        make: a function without arguments that returns the model.
+        layout: its layout, on a mesh of available devices.
 
     Raises:
-        LayoutError: the layout has errors, or is not of this model; nothing was allocated.
+        LayoutError: the layout has errors, or belongs to another model; nothing is allocated.
 
     Example:
         >>> import shardwise as sw
@@ -50,23 +50,23 @@ def init(make: Callable[[], nnx.Module], layout: Layout) -> nnx.Module:
     mesh = require_devices(layout)
     if isinstance(make, nnx.Module) or not callable(make):
         raise ValueError(
-            f"init builds the model itself, from a function of no arguments, got a "
-            f"{type(make).__name__}: use sw.shard for a model that exists"
+            f"init needs a function without arguments that builds the model, got "
+            f"{type(make).__name__}: use sw.shard for a model that already has arrays"
         )
     abstract = abstract_model(make, mesh)
     return nnx.merge(abstract.graphdef, initialise(abstract, matched(layout, abstract.state)))
 
 
 def initialise(model: AbstractModel, layout: Layout) -> Any:
-    """Returns the state of a traced factory, each array made in its shards.
+    """Returns the state of a traced factory, each array computed in its shards.
 
     Args:
-        model: the model, of a factory.
-        layout: its layout as `matched` returns it, without errors, on a mesh of devices.
+        model: the abstract model of a factory.
+        layout: its layout as returned by `matched`, without errors, on a mesh of devices.
     """
     mesh = layout.mesh
     assert isinstance(mesh, Mesh)
-    # A factory that names axes was traced for axes of one type, and must be run on such.
+    # A factory that names axes was traced for one axis type, and must run with the same.
     own = _with_types(mesh, AxisType.Auto if model.mesh is None else model.mesh.axis_types[0])
     shardings = [NamedSharding(own, leaf.spec) for leaf in layout.leaves]
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
@@ -82,15 +82,15 @@ def initialise(model: AbstractModel, layout: Layout) -> Any:
 
 @public
 def shard(model: T, layout: Layout) -> T:
-    """Returns the model, or the state, with every array placed as the layout says.
+    """Returns the model, or the state, with every array placed according to the layout.
 
     Args:
-        model: a model with arrays, wherever they lie, or its state, or an optimizer's
-            state (for the layout of `layout.for_optimizer`).
-        layout: where to put them, on a mesh of devices that are here.
+        model: a model with arrays on any devices, or its state, or an optimizer's state
+            (with the layout from `layout.for_optimizer`).
+        layout: where to place them, on a mesh of available devices.
 
     Raises:
-        LayoutError: the layout has errors, or is not of this model; nothing was moved.
+        LayoutError: the layout has errors, or belongs to another model; nothing is moved.
 
     Example:
         >>> import shardwise as sw
@@ -112,7 +112,7 @@ def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{'.'.join(map(str, keys))} is abstract, so there is nothing to move: "
-                f"use sw.init to build the model in its shards"
+                f"use sw.init to initialise the model in its shards"
             )
     own = matched(layout, state)
     arrays = [
@@ -135,7 +135,7 @@ def require_devices(layout: Layout) -> Mesh:
 
 
 def require_mesh(layout: Layout) -> Mesh:
-    """Returns the mesh of a layout that is known to have no errors.
+    """Returns the mesh of a layout that has already been checked for errors.
 
     Raises:
         ValueError: the mesh has no devices.
@@ -143,9 +143,9 @@ def require_mesh(layout: Layout) -> Mesh:
     if not isinstance(layout.mesh, Mesh):
         axes = show_mesh(layout.mesh)
         raise ValueError(
-            f"the layout is on {axes} of no devices, so nothing can be placed on it: "
+            f"the layout's mesh {axes} has no devices, so nothing can be placed on it: "
             + either(
-                f"use layout.on(sw.mesh({axes!r})) for devices that are here",
+                f"use layout.on(sw.mesh({axes!r})) for the devices present",
                 f"give --on here for the devices present, or --on cpu:{layout.mesh.size} for virtual ones",
             )
         )
@@ -153,7 +153,7 @@ def require_mesh(layout: Layout) -> Mesh:
 
 
 def own_mesh(mesh: Any) -> Any:
-    """Returns a context in which a mesh that the caller has set does not count."""
+    """Returns a context that overrides any mesh the caller has set."""
     if jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh)

@@ -1,11 +1,11 @@
-"""Many processes: joining, watching, agreeing, launching."""
+"""Multiple processes: joining, monitoring, agreeing and launching."""
 
 from .agree import ProcessesDiffer as ProcessesDiffer
 from .agree import agreed_steps as agreed_steps
-from .agree import differing_parts as differing_parts
 from .agree import exchange as exchange
 from .agree import known_to_all as known_to_all
 from .agree import odd_ones as odd_ones
+from .agree import require_same_parts as require_same_parts
 from .agree import together as together
 from .joining import distributed as distributed
 from .launcher import launch as launch

@@ -1,8 +1,8 @@
-"""Agreement: what every process must know before all of them go on.
+"""Agreement: what every process must know before any of them continues.
 
 Short values travel through the key-value store of JAX's distributed runtime, without devices, so
-that a process that has failed can still say so to those that would wait for it in a collective.
-On one process all of it is free.
+that a process that has failed can still tell the others, which would otherwise wait for it in a
+collective. With a single process, all of this costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDS = itertools.count()
 _POLL_MILLISECONDS = 500
 # How long a file system may take to show all processes the same directory.
 _STALE_SECONDS = 30.0
-# How long a process that failed waits for the others to hear of it: they may be in a collective.
+# How long a failed process waits for the others to notice: they may be in a collective.
 _FAILED_SECONDS = 5.0
 
 
@@ -44,14 +44,14 @@ class ProcessesDiffer(ValueError):
 
 
 def exchange(topic: str, value: str) -> list[str]:
-    """Returns what every process gave, in the order of the processes.
+    """Returns the values of all processes, in process order.
 
     Args:
         topic: what is exchanged; the same on all processes.
-        value: what this process gives.
+        value: the value of this process.
 
     Raises:
-        LostProcess: a process is lost, failed, or gave something under another topic.
+        LostProcess: a process is lost, has failed, or is at another topic.
 
     Example:
         >>> from shardwise._processes import exchange
@@ -64,22 +64,23 @@ def exchange(topic: str, value: str) -> list[str]:
     found = []
     with naming_lost_process(topic):
         for index in range(_count()):
-            theirs, given = _read(place, index, topic)
+            theirs, received = _read(place, index, topic)
             if theirs != topic:
                 raise LostProcess(
                     f"{who(index)} is at {theirs!r} while process {distributed_state().process_id} is at "
                     f"{topic!r}: all processes must run the same program",
                     (index,),
                 )
-            found.append(given)
+            found.append(received)
     return found
 
 
 @contextlib.contextmanager
 def together(doing: str) -> Iterator[None]:
-    """Returns a context that all processes leave well, or none of them.
+    """Returns a context in which all processes succeed, or all fail.
 
-    What one process raises inside, all raise: itself as it was, the others naming it.
+    When one process raises an error inside, all raise: that process its own error, and the others
+    a `LostProcess` that names it.
 
     Raises:
         LostProcess: another process failed inside.
@@ -92,22 +93,22 @@ def together(doing: str) -> Iterator[None]:
     except LostProcess:
         raise
     except Exception as error:
-        _say_failed(doing, error)
+        _publish_failure(doing, error)
         raise
     exchange(doing, "")
 
 
 def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
-    """Refuses values that differ between processes; all raise the same sentence.
+    """Raises if a value differs between processes; all raise the same message.
 
     Args:
         topic: what is being done.
-        value: this process's; plain data.
-        shown: what this process has, such as "sees no checkpoints".
+        value: the value of this process, as plain data.
+        shown: a description of it, such as "sees no checkpoints".
         help: what to do.
 
     Raises:
-        ProcessesDiffer: they differ; the processes that differ are named.
+        ProcessesDiffer: the values differ; the message names the odd processes.
     """
     rows = [json.loads(text) for text in exchange(topic, json.dumps([value, shown]))]
     odd = odd_ones([value for value, _ in rows])
@@ -120,19 +121,19 @@ def require_same(topic: str, value: Any, *, shown: str, help: str) -> None:
 
 
 def agreed_steps(checkpoints: Any) -> list[int]:
-    """Returns the steps of a `Checkpoints`, which all processes see alike.
+    """Returns the steps of a `Checkpoints`, once all processes see the same ones.
 
-    A shared file system may show a step to one process before another: they look again for a
-    while, and go on only when all see the same.
+    A shared file system may show a step to one process before another, so processes keep looking
+    for a while until all see the same steps.
 
     Raises:
-        ProcessesDiffer: a process still sees other steps.
+        ProcessesDiffer: a process still sees different steps.
     """
     until = time.monotonic() + _STALE_SECONDS
     while True:
         with together("listing the checkpoints"):
             steps = checkpoints.steps()
-        # All leave the loop in the same round: they decide by what all of them read.
+        # All processes leave the loop in the same round, since all decide from the same data.
         rows = exchange("comparing the lists of checkpoints", json.dumps(steps))
         late = exchange("waiting for the checkpoints", "late" if time.monotonic() > until else "")
         if len(set(rows)) == 1 or any(late):
@@ -150,28 +151,28 @@ def agreed_steps(checkpoints: Any) -> list[int]:
 
 
 def odd_ones(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns the indices of the values that differ from most; from the first's where tied."""
+    """Returns the indices of values that differ from the most common one (the first, if tied)."""
     texts = [json.dumps(v, sort_keys=True) for v in values]
     counts = collections.Counter(texts)
-    usual = max(texts, key=lambda text: counts[text])  # the first of those that are as many
+    usual = max(texts, key=lambda text: counts[text])  # the first, if tied
     return tuple(i for i, text in enumerate(texts) if text != usual)
 
 
 def who(index: int) -> str:
-    """Returns a process's name, with its host and pid where they are known."""
+    """Returns a process's name, with its host and pid if known."""
     return WATCHES[0].name_of(index) if WATCHES else f"process {index}"
 
 
-def differing_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str) -> None:
-    """Refuses processes whose parts differ; the process and the first part are named.
+def require_same_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str) -> None:
+    """Raises if any part differs between processes; the message names the first that does.
 
     Args:
         mine: this process's parts, each a short text or a digest.
-        what: what each part is, in words.
+        what: a description of each part.
         help: what to do.
 
     Raises:
-        ProcessesDiffer: they differ; all processes raise the same sentence.
+        ProcessesDiffer: a part differs; all processes raise the same message.
     """
     values = [json.loads(text) for text in exchange("comparing the processes", json.dumps(mine))]
     for part in what:
@@ -187,16 +188,16 @@ def differing_parts(mine: Mapping[str, str], what: Mapping[str, str], help: str)
 
 
 def _difference(theirs: str, usual: str) -> str:
-    """Returns the pieces, joined by `; `, in which two texts differ; of digests there are none."""
+    """Returns the pieces, joined by `; `, in which two texts differ; empty for digests."""
     if "=" not in usual:
         return ""
     pairs = itertools.zip_longest(theirs.split("; "), usual.split("; "), fillvalue="none")
-    found = [f"{one}, against {other}" for one, other in pairs if one != other]
+    found = [f"{one} instead of {other}" for one, other in pairs if one != other]
     return f" ({'; '.join(found)})"
 
 
 def _count() -> int:
-    # Not by jax.process_count, which starts the backend: how many devices it has may come later.
+    # Not jax.process_count(), which starts the backend: the device count may be configured later.
     if not jax.distributed.is_initialized():
         return 1
     return distributed_state().num_processes or 1
@@ -214,7 +215,7 @@ def _publish(value: Any, failed: bool = False) -> str:
 
 
 def _read(place: str, index: int, topic: str) -> tuple[str, str]:
-    """Waits for what a process gives; one that is lost meanwhile is named."""
+    """Waits for the value of a process; raises an error that names a process lost meanwhile."""
     while True:
         try:
             text = _store().blocking_key_value_get(f"{place}/{index}", _POLL_MILLISECONDS)
@@ -225,15 +226,15 @@ def _read(place: str, index: int, topic: str) -> tuple[str, str]:
                 text = WATCHES[0].settle(loss, topic)
                 raise LostProcess(text, loss.lost) from None
             continue
-        theirs, given, failed = json.loads(text)
+        theirs, received, failed = json.loads(text)
         if failed:
-            text = f"{who(index)} failed while {theirs}: {given}"
+            text = f"{who(index)} failed while {theirs}: {received}"
             raise known_to_all(LostProcess(text, (index,)))
-        return theirs, given
+        return theirs, received
 
 
-def _say_failed(doing: str, error: Exception) -> None:
-    """Publishes that this process failed, and waits a little for the others to have heard of it."""
+def _publish_failure(doing: str, error: Exception) -> None:
+    """Publishes that this process failed, and waits briefly for the others to notice."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     text = f"{kind}{error}"
     until = time.monotonic() + _FAILED_SECONDS
@@ -242,12 +243,12 @@ def _say_failed(doing: str, error: Exception) -> None:
         for index in range(_count()):
             left = max(1, int(1000 * (until - time.monotonic())))
             _store().blocking_key_value_get(f"{place}/{index}", left)
-        # All have come: none of them is in a collective, and each will read it.
+        # All have arrived: none of them is in a collective, and each will read it.
         known_to_all(error)
 
 
 def known_to_all(error: _Error) -> _Error:
-    """Returns the error, noted as known to all: nobody is to blame for ending by it."""
+    """Returns the error, marked as known to all: no process is reported as lost because of it."""
     for watch in WATCHES:
         watch.agreed = error
     return error

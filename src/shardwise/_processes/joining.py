@@ -1,4 +1,4 @@
-"""Many processes: the same script on one, on N of one machine, and on a cluster."""
+"""Joining processes: the same script on one process, on N of one machine, and on a cluster."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ _CLUSTERS = {
 
 @public
 def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> Processes:
-    """Returns this process's place among all of them, having started JAX's runtime if need be.
+    """Joins the processes of the run, and returns this process's index and their number.
 
-    Call it before anything else of JAX. The same script then runs on one process, on those that
-    `shardwise launch` starts, and on a cluster that JAX detects (Slurm, Open MPI, Kubernetes,
-    Cloud TPU). A second call returns the same. When another process dies or falls silent, this
-    one says which on stderr and ends, with code 75, within `timeout_seconds` and 10 more.
+    Call it before anything else that uses JAX. The same script then runs as one process, as the
+    processes that `shardwise launch` starts, and on a cluster that JAX detects (Slurm, Open MPI,
+    Kubernetes, Cloud TPU). JAX's distributed runtime is started if there is more than one process.
+    Further calls return the same result. When another process dies or stops responding, this one
+    names it on stderr and exits with code 75, at most `timeout_seconds` plus 10 seconds later.
 
     Args:
-        timeout_seconds: how long until a silent process is taken for dead.
-        start_seconds: how long to wait for all processes to come.
+        timeout_seconds: how long a process may be unresponsive before it counts as dead.
+        start_seconds: how long to wait for all processes to join.
 
     Raises:
-        ValueError: a backend has started already, the environment contradicts itself, or the
-            coordinator cannot be reached.
+        ValueError: a backend has already started, the environment variables are inconsistent, or
+            the coordinator cannot be reached.
 
     Example:
         >>> import shardwise as sw
@@ -52,7 +53,7 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
     """
     for name, value in (("timeout_seconds", timeout_seconds), ("start_seconds", start_seconds)):
         if not (math.isfinite(value) and value >= 1):
-            raise ValueError(f"{name} is {value!r}, and must be a number of seconds, at least 1")
+            raise ValueError(f"{name} must be a finite number of at least 1, got {value!r}")
     if WATCHES:
         return WATCHES[0].processes
     if jax.distributed.is_initialized():
@@ -72,8 +73,8 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
     watch = PeerWatch(processes, timeout_seconds)
     if not jax.distributed.is_initialized():
         _require_no_backend()
-        # JAX ends the process in C++ where the others do not come: that must be explained too.
-        watch.guard(f"not all {processes.count} came within {start_seconds:g} s")
+        # JAX aborts in C++ if the others do not join: that must be explained too.
+        watch.guard(f"not all {processes.count} processes joined within {start_seconds:g} s")
         _initialize(processes, timeout_seconds, start_seconds)
         address = distributed_state().coordinator_address
         watch.processes = replace(processes, coordinator=address)
@@ -83,23 +84,25 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
 
 
 def _launched() -> Processes:
-    """Returns the place that `shardwise launch` gave to this process, with its devices set."""
+    """Returns this process as `shardwise launch` set it up, and configures its devices."""
     present = [name for name in _REQUIRED if name in os.environ]
     if missing := [name for name in _REQUIRED if name not in present]:
         raise ValueError(
-            f"{' and '.join(missing)} not set, though {' and '.join(present)} is: "
-            f"shardwise launch sets all of {', '.join(_REQUIRED)}"
+            f"{' and '.join(present)} {_is(present)} set, but {' and '.join(missing)} "
+            f"{_is(missing)} not: shardwise launch sets all of {', '.join(_REQUIRED)}"
         )
     address = os.environ["SHARDWISE_COORDINATOR"]
     if not re.fullmatch(r".+:\d+", address):
-        raise ValueError(f"SHARDWISE_COORDINATOR is {address!r}, and must be host:port")
-    count, index = (_whole(name, least) for name, least in zip(_REQUIRED[1:], (1, 0), strict=True))
+        raise ValueError(f"SHARDWISE_COORDINATOR must be host:port, got {address!r}")
+    count, index = (
+        _integer(name, least) for name, least in zip(_REQUIRED[1:], (1, 0), strict=True)
+    )
     if index >= count:
         raise ValueError(
-            f"SHARDWISE_PROCESS is {index}, and must be below SHARDWISE_PROCESSES, which is {count}"
+            f"SHARDWISE_PROCESS must be less than SHARDWISE_PROCESSES ({count}), got {index}"
         )
     if "SHARDWISE_DEVICES" in os.environ:
-        devices = _whole("SHARDWISE_DEVICES", 1)
+        devices = _integer("SHARDWISE_DEVICES", 1)
         if _config("jax_num_cpu_devices") != devices:
             _require_no_backend()
             jax.config.update("jax_num_cpu_devices", devices)
@@ -109,45 +112,51 @@ def _launched() -> Processes:
 
 
 def _config(name: str) -> Any:
-    return getattr(jax.config, name)  # as JAX documents it, though its type does not say so
+    return getattr(jax.config, name)  # documented by JAX, but missing from its type
 
 
-def _whole(name: str, least: int) -> int:
+def _is(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _integer(name: str, least: int) -> int:
     text = os.environ[name]
     if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name} is {text!r}, and must be a whole number, at least {least}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {text!r}")
     return int(text)
 
 
 def _in_cluster() -> Processes:
-    """Returns the place in the cluster that JAX would detect; its own list is the one asked."""
+    """Returns this process in the cluster that JAX detects, using JAX's own list of clusters."""
     with warnings.catch_warnings():
         if "JOB_COMPLETION_INDEX" not in os.environ:
-            # JAX warns in every pod without the kubernetes package, also where it is no job's.
+            # Without the kubernetes package JAX warns in every pod, even outside a job.
             warnings.simplefilter("ignore")
         try:
             kinds = [c for c in cluster_kinds() if not c.opt_in_only_method]
             kind = next((c for c in kinds if c.is_env_present()), None)
             if kind is not None:
                 name = str(_CLUSTERS.get(kind.__name__, kind.__name__))
-                # The shell of an salloc is a step of one task, whatever the job's tasks.
+                # The shell of an salloc is a step with one task, however many the job has.
                 alone = name == "Slurm" and os.environ.get("SLURM_STEP_NUM_TASKS") == "1"
                 count = 1 if alone else kind.get_process_count()
                 return Processes(kind.get_process_id() if count > 1 else 0, count, name)
         except MissingInternal:
             raise
         except Exception as error:
-            raise ValueError(f"JAX found a cluster and could not read it: {error}") from error
+            raise ValueError(
+                f"JAX detected a cluster, but its settings could not be read: {error}"
+            ) from error
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") != "1":
             raise ValueError(
                 f"{name} is {os.environ[name]}, but JAX {jax.__version__} detects no cluster here, "
-                f"and each process would run alone: start them with srun or shardwise launch"
+                f"so each process would run on its own: start them with srun or shardwise launch"
             )
     if address := os.environ.get("JAX_COORDINATOR_ADDRESS"):
         raise ValueError(
-            f"JAX_COORDINATOR_ADDRESS is {address}, but no cluster is detected that tells how many "
-            f"processes there are: set {', '.join(_REQUIRED)} instead"
+            f"JAX_COORDINATOR_ADDRESS is {address}, but no cluster was detected, so the number of "
+            f"processes is unknown: set {', '.join(_REQUIRED)} instead"
         )
     return Processes(0, 1, "one process")
 
@@ -155,8 +164,8 @@ def _in_cluster() -> Processes:
 def _require_no_backend() -> None:
     if backend_has_started():
         raise ValueError(
-            "a JAX backend has started, so processes can no longer be joined: call "
-            "sw.distributed() first, before any array is made or jax.devices() is asked"
+            "a JAX backend has already started, so processes can no longer be joined: call "
+            "sw.distributed() first, before creating arrays or calling jax.devices()"
         )
 
 
@@ -169,17 +178,17 @@ def _initialize(processes: Processes, timeout_seconds: float, start_seconds: flo
     }
     if address := processes.coordinator:
         _require_address(processes, address, start_seconds)
-        given = "JAX_LOCAL_DEVICE_IDS" in os.environ or "SHARDWISE_DEVICES" in os.environ
+        has_devices = "JAX_LOCAL_DEVICE_IDS" in os.environ or "SHARDWISE_DEVICES" in os.environ
         arguments |= {
             "coordinator_address": address,
-            # All is known: another cluster's variables around the launcher must not mix in.
+            # Everything is known: ignore the variables of a cluster that the launcher runs in.
             "cluster_detection_method": "deactivate",
             "num_processes": processes.count,
             "process_id": processes.index,
-            # JAX would listen on every interface of this machine.
+            # By default JAX listens on every interface of this machine.
             "coordinator_bind_address": address if address.startswith("127.0.0.1:") else None,
-            # One accelerator to a process, as JAX itself has it under Slurm and Open MPI.
-            "local_device_ids": None if given else [processes.index],
+            # One accelerator per process, as JAX does under Slurm and Open MPI.
+            "local_device_ids": None if has_devices else [processes.index],
         }
     try:
         jax.distributed.initialize(**arguments)
@@ -191,7 +200,7 @@ def _initialize(processes: Processes, timeout_seconds: float, start_seconds: flo
 
 
 def _require_address(processes: Processes, address: str, start_seconds: float) -> None:
-    """Checks what JAX would answer with the end of the process: a port in use, a host away."""
+    """Checks for what would make JAX abort the process: a port in use, an unreachable host."""
     host, _, port = address.rpartition(":")
     if processes.index == 0:
         try:

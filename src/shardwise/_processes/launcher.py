@@ -1,4 +1,4 @@
-"""Launching: N processes of one command on this machine, watched until the last one has ended."""
+"""Launching: runs N processes of one command on this machine, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _FORWARDED = tuple(
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
     if hasattr(signal, name)
 )
-# How a process ends that lost another one, with and without shardwise: never the first cause.
+# How a process exits when another one was lost, with and without shardwise: never the root cause.
 _CONSEQUENCES = (75, -signal.SIGABRT)
-# Gloo writes one for each device and group of devices, which says nothing to anyone.
+# Gloo writes such a line for each device and group of devices; nobody needs them.
 _NOISE = b"[Gloo] Rank "
 _PROGRESS_SECONDS = 10.0
 _LONGEST_LINE = 1 << 20
@@ -34,23 +34,24 @@ _POLL_SECONDS = 0.05
 
 
 def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
-    """Returns the exit code of N local processes of one command: 0, or that of the one that failed.
+    """Runs N local processes of one command, and returns their exit code.
 
-    Each process finds its place with `shardwise.distributed()`. Each line that one writes comes
-    out as a whole, after its index: `[1] step 20`. SIGINT, SIGTERM, SIGHUP and SIGUSR1 go to all.
-    When one fails, it is named, the others get SIGTERM, and SIGKILL 10 seconds later. So it is
-    when SIGINT or SIGTERM comes a second time. Nothing is left running.
+    The processes join each other with `shardwise.distributed()`. Output is forwarded line by line,
+    prefixed with the index of the process: `[1] step 20`. SIGINT, SIGTERM, SIGHUP and SIGUSR1 are
+    forwarded to all. When a process fails, it is named, the others get SIGTERM, and SIGKILL 10
+    seconds later. A second SIGINT or SIGTERM does the same. No process is left running.
 
     Args:
         command: the program and its arguments.
         processes: how many to start.
-        devices: virtual CPU devices of each process; None leaves the devices as they are.
+        devices: virtual CPU devices per process; None leaves the devices as they are.
 
     Returns:
-        0 when all ended with 0, else the first failure's code; 128 + n if signal n killed it.
+        0 if all processes exit with 0, else the code of the first failure; 128 + n if signal n
+        killed it.
 
     Raises:
-        ValueError: the program is not there, or a number is below 1; nothing was started.
+        ValueError: the program does not exist, or a number is less than 1; nothing is started.
 
     Example:
         >>> import sys
@@ -72,7 +73,7 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
             for index in range(processes):
                 child = _start(program, command, _environment(place, index, processes, devices))
                 children.append(child)
-            # When all are started: no thread of ours runs while a child is being made.
+            # Only now: none of our threads may run while a child is being forked.
             pumps += [
                 threading.Thread(target=output.pump, args=(index, pipe, into), daemon=True)
                 for index, child in enumerate(children)
@@ -85,12 +86,12 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
             for child in children:
                 _end(child)
             for pump in pumps:
-                # A grandchild in a session of its own may hold the pipe open for ever.
+                # A grandchild in its own session may keep the pipe open forever.
                 pump.join(timeout=2)
 
 
 def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Output) -> int:
-    """Returns the exit code of the run, when all children have ended or had to be ended."""
+    """Waits until all children have exited or time is up, and returns the exit code of the run."""
     code, ends, deadline = 0, 0, float("inf")
     running = dict(enumerate(children))
     while running and time.monotonic() < deadline:
@@ -99,14 +100,14 @@ def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Ou
             _signal_all(running.values(), number)
             ends += number in (signal.SIGINT, signal.SIGTERM)
             if ends > 1 and not code:
-                # JAX takes SIGTERM for the notice of a preemption: alone it need not end anything.
+                # JAX treats SIGTERM as a preemption notice: it need not end the process.
                 code = 128 + number
-                output.say(f"{number.name} came again; ending all processes")
+                output.say(f"received a second {number.name}; terminating all processes")
         ended = {i: _end(child) for i, child in running.items() if _has_ended(child)}
         running = {i: child for i, child in running.items() if i not in ended}
         failed = {i: status for i, status in ended.items() if status}
         if failed and not code:
-            # Several may have ended since the last look: the cause is named, not what followed.
+            # Several may have exited since the last poll: name the cause, not its consequences.
             index = min(failed, key=lambda i: failed[i] in _CONSEQUENCES)
             status = failed[index]
             code = 128 - status if status < 0 else status
@@ -119,7 +120,10 @@ def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Ou
         time.sleep(_POLL_SECONDS)
     if running:
         names = ", ".join(map(str, running))
-        output.say(f"process {names} did not end within {GRACE_SECONDS:.0f} s of SIGTERM: SIGKILL")
+        noun = "process" if len(running) == 1 else "processes"
+        output.say(
+            f"{noun} {names} did not exit within {GRACE_SECONDS:.0f} s of SIGTERM; sending SIGKILL"
+        )
     return code
 
 
@@ -133,27 +137,27 @@ def _how(status: int) -> str:
 
 
 def _others(count: int) -> str:
-    return "" if not count else "; ending the other" + (f" {count}" if count > 1 else "")
+    return "" if not count else "; terminating the other" + (f" {count}" if count > 1 else "")
 
 
 def _require_program(command: Sequence[str]) -> str:
     if isinstance(command, str) or not command:
         raise ValueError(
-            f"launch starts a program and its arguments, got {command!r}: "
-            f"give a list such as ['python', 'train.py']"
+            f"the command must be a non-empty list of a program and its arguments, got "
+            f"{command!r}: give a list such as ['python', 'train.py']"
         )
     program = shutil.which(command[0])
     if program is None:
         raise ValueError(
-            f"the program {command[0]!r} is not on the path and is no file that can be run: "
-            f"a Python script is started as 'python {command[0]}'"
+            f"the program {command[0]!r} is neither on the PATH nor an executable file: "
+            f"run a Python script as 'python {command[0]}'"
         )
     return program
 
 
 def _require_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"launch needs a whole number of {name}, at least 1, got {value!r}")
+        raise ValueError(f"the number of {name} must be a positive integer, got {value!r}")
 
 
 def _free_port() -> int:
@@ -183,7 +187,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A session of its own: Ctrl-C at a terminal reaches it once, through us.
+            # Its own session: Ctrl-C in a terminal reaches it only once, through us.
             start_new_session=True,
             preexec_fn=_end_with_parent(),
         )
@@ -192,14 +196,14 @@ def _start(
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """Returns what asks the kernel, in the child, for SIGKILL when this process dies.
+    """Returns a function for the child that asks the kernel for SIGKILL when this process dies.
 
-    It runs between fork and exec, where a lock that another thread held is held for ever. So it
-    takes none: it makes two system calls, through objects that exist already. Nothing is
+    It runs between fork and exec, where a lock that another thread held is never released. So it
+    takes none: it makes two system calls, through objects that already exist. Nothing is
     imported, logged or opened, and the C library makes its own allocator usable after a fork. The
-    alternatives are worse: a program in between (`setpriv`, or Python) would have to hand on
-    signals, the locale and errors of exec as they are, and to ask after exec is too late for a
-    launcher that is killed meanwhile.
+    alternatives are worse: a program in between (`setpriv`, or Python) would have to pass on
+    signals, the locale and exec errors unchanged, and asking after exec is too late if the
+    launcher is killed before that.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -208,7 +212,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
     def ask() -> None:
         prctl(pr_set_pdeathsig, sigkill)
-        # It may have died before it was asked for.
+        # The parent may have died before the call above.
         if os.getppid() != parent:
             os._exit(1)
 
@@ -217,7 +221,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _signals_noted(asked: list[int]) -> Iterator[None]:
-    """Puts the signals to be forwarded into `asked`; one that is ignored (nohup) stays ignored."""
+    """Appends signals to forward to `asked`; those that are ignored (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -241,19 +245,19 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
 
 
 def _has_ended(child: subprocess.Popen[bytes]) -> bool:
-    # Left unreaped, so that its number, which is its group's, cannot be given to another.
+    # Left unreaped, so that its pid, which is also its process group, cannot be reused.
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _end(child: subprocess.Popen[bytes]) -> int:
-    """Returns the status of a child that is ended with all of its group, if it has not ended."""
+    """Kills a child and its process group if it is still running, and returns its status."""
     if child.returncode is None:
         _signal_group(child, signal.SIGKILL)
     return child.wait()
 
 
 class _Output:
-    """What all processes write, line by line, behind their indices."""
+    """Forwards the output of all processes, line by line, prefixed with their indices."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -263,22 +267,23 @@ class _Output:
         self._write(sys.stderr, f"shardwise: {text}\n".encode())
 
     def pump(self, index: int, pipe: Any, into: TextIO) -> None:
-        """Copies one pipe, until it ends, in whole lines."""
-        held, shown = b"", time.monotonic()
+        """Forwards one pipe in complete lines until it is closed."""
+        partial, shown = b"", time.monotonic()
         with pipe:
             while chunk := os.read(pipe.fileno(), 65536):
-                *lines, held = (held + chunk).split(b"\n")
+                *lines, partial = (partial + chunk).split(b"\n")
                 now = time.monotonic()
-                if held and (
-                    len(held) > _LONGEST_LINE or (b"\r" in held and now - shown > _PROGRESS_SECONDS)
+                if partial and (
+                    len(partial) > _LONGEST_LINE
+                    or (b"\r" in partial and now - shown > _PROGRESS_SECONDS)
                 ):
-                    # A progress bar ends no line for hours: its state is shown now and then.
-                    lines, held, shown = [*lines, held], b"", now
+                    # A progress bar may not end its line for hours: show its state now and then.
+                    lines, partial, shown = [*lines, partial], b"", now
                 self._lines(index, lines, into)
-        self._lines(index, [held] if held else [], into)
+        self._lines(index, [partial] if partial else [], into)
 
     def _lines(self, index: int, lines: list[bytes], into: TextIO) -> None:
-        # What a terminal would show of a line: what stands after its last carriage return.
+        # What a terminal would show: whatever follows the last carriage return.
         shown = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in lines]
         shown = [line for line in shown if not line.startswith(_NOISE)]
         if shown:
@@ -294,7 +299,7 @@ class _Output:
                     into.write(data.decode(errors="replace"))
                 into.flush()
             except (BrokenPipeError, ValueError):
-                # The reader has left (`| head`). Python would complain of it again at exit.
+                # The reader is gone (`| head`). Python would complain about it again at exit.
                 self.closed = True
                 with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                     os.dup2(nowhere.fileno(), into.fileno())

@@ -1,4 +1,4 @@
-"""The processes of a run: who they are, and which of them was lost."""
+"""The processes of a run: which exist, and which of them were lost."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from .._base import public
 from .._jax import distributed_state
 
 LOST_EXIT_CODE = 75
-"""The exit code of a process that ended because another one was lost."""
+"""The exit code of a process that exits because another one was lost."""
 
 MARGIN_SECONDS = 10.0
-"""Within `timeout_seconds` and this of a loss, every other process has named it and ended."""
+"""Every other process has named a loss and exited within `timeout_seconds` plus this."""
 
 _GRACE_SECONDS = 3.0
 _LEAVE_SECONDS = 0.3
-# How Gloo, NCCL and the coordination service word a peer that is away, behind XLA's status. On
-# the CPU it comes as a JaxRuntimeError or, with one device to a process, as a ValueError. Nothing
-# else tells it: a ValueError has no status, and the one that Gloo's errors have, INTERNAL or
-# UNKNOWN, is that of others too. A wrong guess costs time alone, since a loss must be found.
-_AWAY = re.compile(
+# What Gloo, NCCL and the coordination service say, after XLA's status, when a peer is gone. On the
+# CPU the error is a JaxRuntimeError or, with one device per process, a ValueError. Nothing else
+# identifies it: a ValueError has no status, and that of Gloo's errors, INTERNAL or UNKNOWN, is not
+# specific. A wrong guess only costs time, since a loss must be found before it is reported.
+_PEER_GONE = re.compile(
     r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)", re.I | re.S
 )
 
 
 @public
 class LostProcess(RuntimeError):
-    """Another process was lost or failed, so that this one cannot go on.
+    """Another process was lost or failed, so this one cannot continue.
 
     Attributes:
         processes: the indices of the processes that were lost.
@@ -56,12 +56,12 @@ class LostProcess(RuntimeError):
 @public
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """This process among the processes of the run, and what said so.
+    """This process among the processes of the run, and how that was found out.
 
     Attributes:
-        index: this process, counted from 0.
-        count: how many there are.
-        found: what said so: "one process", "shardwise launch", "Slurm", "Open MPI", ...
+        index: the index of this process, from 0.
+        count: the number of processes.
+        found: where this came from: "one process", "shardwise launch", "Slurm", "Open MPI", ...
         coordinator: the address of process 0, where JAX's distributed runtime was started.
     """
 
@@ -72,12 +72,12 @@ class Processes:
 
     @property
     def local_devices(self) -> int:
-        """The number of devices of this process; the first reading starts the backend."""
+        """The number of devices of this process; the first access starts the backend."""
         return jax.local_device_count()
 
     @property
     def devices(self) -> int:
-        """The number of devices of all processes; the first reading starts the backend."""
+        """The number of devices of all processes; the first access starts the backend."""
         return jax.device_count()
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Processes:
 
 
 def lost_processes(wait_seconds: float = 0) -> list[int]:
-    """Returns the indices of the processes that are lost; waits so long for the first of them.
+    """Returns the indices of lost processes; waits up to `wait_seconds` for the first loss.
 
     Example:
         >>> from shardwise._processes.peers import lost_processes
@@ -100,10 +100,10 @@ def lost_processes(wait_seconds: float = 0) -> list[int]:
 
 @contextlib.contextmanager
 def naming_lost_process(during: str = "") -> Iterator[None]:
-    """Returns a context in which XLA's error about a lost process names that process.
+    """Returns a context that turns XLA's error about a lost process into one that names it.
 
     Args:
-        during: what goes on inside, such as "step 12".
+        during: what is done inside, such as "step 12".
 
     Raises:
         LostProcess: a collective failed because another process is lost.
@@ -132,7 +132,7 @@ def naming_lost_process(during: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Which processes are lost, in what way ("was lost", "failed"), and what is known of it."""
+    """Which processes are lost, how ("was lost", "failed"), and what is known about it."""
 
     lost: tuple[int, ...]
     verb: str
@@ -140,17 +140,17 @@ class _Loss:
 
 
 class PeerWatch:
-    """What this process knows of the others: who they are, when each was heard of, who is lost.
+    """What this process knows about the others: their hosts, last heartbeats, and losses.
 
-    JAX's own heartbeats, sent from C++, decide who is dead. Those here, through the key-value
-    store of the coordinator, only find out the name in time: JAX tells it to C++ alone, and ends
-    the process.
+    JAX's own heartbeats, sent from C++, decide which process is dead. Those here, through the
+    coordinator's key-value store, only find its name in time: JAX does not pass it to Python
+    before it aborts the process.
     """
 
     def __init__(self, processes: Processes, timeout_seconds: float) -> None:
         self.processes = processes
         self._timeout = timeout_seconds
-        # All beats meet at process 0: a thousand processes must not drown it.
+        # All heartbeats arrive at process 0: a thousand processes must not overload it.
         self._interval = max(min(timeout_seconds / 10, 1.0), processes.count / 500)
         self._pid = os.getpid()
         self._starting = ""
@@ -172,19 +172,19 @@ class PeerWatch:
         self._code: int | None = None
 
     def guard(self, starting: str = "") -> None:
-        """Installs the last words of this process: JAX calls abort() when a process is lost."""
+        """Installs a handler that reports losses: JAX calls abort() when a process is lost."""
         self._starting = starting
         if os.name != "posix":
             return
         libc = ctypes.CDLL(None)
         libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
         # Python's own handlers wait for the main thread, and abort() does not wait for them.
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._last_words)
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)
         self._libc = libc
         self._before = libc.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
 
     def begin(self) -> None:
-        """Tells the others who this process is, and starts to listen to them."""
+        """Announces this process to the others, and starts to monitor them."""
         if not hasattr(self, "_handler"):
             self.guard()
         self._starting = ""
@@ -197,8 +197,8 @@ class PeerWatch:
         shut_down = state.shutdown
 
         def shut_down_all() -> None:
-            # JAX's runtime first, whose end the watch may have to explain. A thread that still
-            # talks to it in C++ when Python ends is ended there, and takes the process with it.
+            # JAX's runtime first: the watch may have to explain how it ends. A thread that is
+            # still in its C++ code when Python exits is killed there, and the process with it.
             state.shutdown = shut_down
             try:
                 shut_down()
@@ -212,31 +212,31 @@ class PeerWatch:
         thread.start()
 
     def find_for(self, error: Any) -> _Loss | None:
-        """Returns the loss behind an error of XLA, or None where it speaks of something else."""
-        return self.find(self._timeout) if _AWAY.match(str(error)) else None
+        """Returns the loss behind an XLA error, or None if the error is about something else."""
+        return self.find(self._timeout) if _PEER_GONE.match(str(error)) else None
 
     def find(self, wait_seconds: float) -> _Loss | None:
-        """Returns what is lost, as soon as it is known."""
+        """Returns the loss as soon as one is known, or None after `wait_seconds`."""
         deadline = time.monotonic() + wait_seconds
         while True:
             try:
                 loss = self._look(quiet_seconds=5 * self._interval)
             except jax.errors.JaxRuntimeError as error:
-                away = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0]
                 loss = _Loss(
-                    (0,), "was lost", f"it is the coordinator, and does not answer: {away}"
+                    (0,), "was lost", f"it is the coordinator and does not respond: {reason}"
                 )
             if loss or time.monotonic() >= deadline:
                 return loss
             time.sleep(self._interval / 4)
 
     def settle(self, loss: _Loss, during: str, error: str = "") -> str:
-        """Returns the text that names the loss, of which all others now know too."""
+        """Publishes the loss to all other processes, and returns a message that names it."""
         self._raised, self._loss = True, loss
         self._publish(loss)
-        return self._words(loss, during, error)
+        return self._message(loss, during, error)
 
-    def _words(self, loss: _Loss, during: str = "", error: str = "", *, ask: bool = True) -> str:
+    def _message(self, loss: _Loss, during: str = "", error: str = "", *, ask: bool = True) -> str:
         names = [self.name_of(index, ask=ask) for index in loss.lost]
         known = "; ".join(filter(None, (loss.why, error)))
         return (
@@ -245,7 +245,7 @@ class PeerWatch:
         )
 
     def name_of(self, index: int, *, ask: bool = True) -> str:
-        """Returns a process's name, with its pid and host where they are known, or can be asked."""
+        """Returns a process's name, with its pid and host if they are known or can be looked up."""
         if ask and index not in self._peers:
             with contextlib.suppress(Exception):
                 self._meet(_store())
@@ -258,7 +258,7 @@ class PeerWatch:
             self._peers[_last(key)] = tuple(json.loads(who))
 
     def _publish(self, loss: _Loss) -> None:
-        # The store may be gone with process 0: then JAX ends all the others by itself.
+        # The store may be gone with process 0: then JAX aborts all others by itself.
         with contextlib.suppress(Exception):
             key = f"shardwise/notice/{self.processes.index}"
             _store().key_value_set(key, json.dumps(asdict(loss)), True)
@@ -267,7 +267,7 @@ class PeerWatch:
         beat = 0
         while jax.distributed.is_initialized() and not self._stopped.is_set():
             loss = None
-            # An error of the store is the coordinator's loss: JAX ends the process for that.
+            # If the store fails, the coordinator is lost: JAX aborts the process for that.
             with contextlib.suppress(Exception):
                 if not self._leaving:
                     beat += 1
@@ -277,21 +277,21 @@ class PeerWatch:
                 loss = self._look(quiet_seconds=None)
                 self._answered = time.monotonic()
             if loss and not self._raised:
-                self._say(loss)
-                # The main thread may have the same news, and an end of its own to bring about.
+                self._report(loss)
+                # The main thread may know it too, and be about to exit in its own way.
                 time.sleep(_GRACE_SECONDS)
                 if not self._raised:
                     self._end(LOST_EXIT_CODE)
             self._stopped.wait(self._interval)
 
     def _look(self, quiet_seconds: float | None) -> _Loss | None:
-        """Returns what is lost at present; silence counts after `quiet_seconds`, if ever."""
+        """Returns the current loss; silence counts as one after `quiet_seconds`, unless None."""
         store = _store()
         if len(self._peers) < self.processes.count:
             self._meet(store)
-        # Before the notices: who leaves because of a loss writes its notice first.
-        gone = self._gone_from_here()
-        if quiet_seconds is not None or self.processes.index == 0 or gone:
+        # Before the notices: a process that exits because of a loss writes its notice first.
+        dead = self._dead_on_this_host()
+        if quiet_seconds is not None or self.processes.index == 0 or dead:
             self._count_beats(store)
         if self.processes.index == 0:
             done = tuple(i for i, (beat, _) in self._heard.items() if beat == "done")
@@ -302,20 +302,22 @@ class PeerWatch:
         state = json.loads(notices.pop("shardwise/notice/state", "[[], []]"))
         self._quiet, self._done = map(tuple, state)
         for notice in map(json.loads, notices.values()):
-            # It may be about this process, which another one took for lost.
+            # It may be about this process, if another one considered it lost.
             if self.processes.index not in notice["lost"]:
                 return _Loss(tuple(notice["lost"]), notice["verb"], notice["why"])
-        gone = tuple(i for i in gone if self._heard.get(i, ("", 0))[0] != "done")
-        if gone:
-            return _Loss(gone, "was lost", "its process is gone from this host")
+        dead = tuple(i for i in dead if self._heard.get(i, ("", 0))[0] != "done")
+        if dead:
+            return _Loss(dead, "was lost", "it is no longer running on this host")
         if self._done and time.monotonic() - self.inside_since > self._timeout:
-            return _Loss(self._done, "ended", f"process {self.processes.index} still waits for it")
+            return _Loss(
+                self._done, "ended", f"process {self.processes.index} is still waiting for it"
+            )
         silent = self._silent_for(quiet_seconds) if quiet_seconds is not None else ()
-        return _Loss(silent, "was lost", "nothing is heard of it") if silent else None
+        return _Loss(silent, "was lost", "it no longer sends heartbeats") if silent else None
 
-    def _gone_from_here(self) -> tuple[int, ...]:
+    def _dead_on_this_host(self) -> tuple[int, ...]:
         space = _pid_space()
-        return tuple(i for i, (_, pid, at) in self._peers.items() if at == space and _gone(pid))
+        return tuple(i for i, (_, pid, at) in self._peers.items() if at == space and _is_dead(pid))
 
     def _count_beats(self, store: Any) -> None:
         now = time.monotonic()
@@ -328,16 +330,16 @@ class PeerWatch:
         others = ((i, *heard) for i, heard in self._heard.items() if i != self.processes.index)
         return tuple(i for i, beat, at in others if beat != "done" and now - at > seconds)
 
-    def _say(self, loss: _Loss, *, ask: bool = True) -> None:
-        """Writes the loss to stderr, once, past all of Python's buffers."""
-        # Worded before the lock is taken: whoever holds it only writes, and soon lets go of it.
-        me = f"Process {self.processes.index} ends with code {LOST_EXIT_CODE}."
-        words = f"shardwise: {self._words(loss, ask=ask)} {me}\n".encode()
-        held = self._naming.acquire(timeout=_GRACE_SECONDS)
+    def _report(self, loss: _Loss, *, ask: bool = True) -> None:
+        """Writes the loss to stderr, once, bypassing Python's buffers."""
+        # Formatted before the lock is taken, so that it is held only for a write.
+        me = f"Process {self.processes.index} exits with code {LOST_EXIT_CODE}."
+        text = f"shardwise: {self._message(loss, ask=ask)} {me}\n".encode()
+        locked = self._naming.acquire(timeout=_GRACE_SECONDS)
         if not self._named:
-            os.write(2, words)
+            os.write(2, text)
             self._named, self._loss = True, loss
-        if held:
+        if locked:
             self._naming.release()
 
     def _end(self, code: int) -> None:
@@ -347,13 +349,13 @@ class PeerWatch:
         os._exit(code)
 
     def _leave(self) -> None:
-        """Ends this process if it failed, ahead of JAX, which would wait for the others first."""
+        """Exits at once if this process failed: JAX would wait for the others first."""
         self._leaving = True
         error: Any = getattr(sys, "last_value", None)
         if not jax.distributed.is_initialized() or os.getpid() != self._pid:
             return
         code = 1 if error is not None else _exit_code(self.status)
-        # A run that was asked to stop by a signal has ended well, on all processes at once.
+        # A run that a signal stopped ended normally, on all processes at once.
         if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and not self._raised:
             with contextlib.suppress(Exception):
                 _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
@@ -368,17 +370,17 @@ class PeerWatch:
                 loss = _Loss((self.processes.index,), "failed", " ".join(text.split()))
             else:
                 code = LOST_EXIT_CODE
-                self._say(loss)
+                self._report(loss)
             self.settle(loss, "")
         else:
             code = LOST_EXIT_CODE
         if self.processes.index == 0:
-            # With it goes the store, and JAX would end the others before they have read why.
+            # The store ends with process 0, and JAX would abort the others before they read why.
             time.sleep(2 * self._interval + 0.5)
         self._end(code)
 
     def _leave_agreed(self, code: int) -> None:
-        """Ends this process with a failure that all know; the coordinator is the last to go."""
+        """Exits with a failure that all processes know; the coordinator exits last."""
         self._code = code
         with contextlib.suppress(Exception):
             _store().key_value_set(f"shardwise/left/{self.processes.index}", "left", True)
@@ -388,44 +390,46 @@ class PeerWatch:
                 time.sleep(_LEAVE_SECONDS)
         self._end(code)
 
-    def _last_words(self, number: int) -> None:
-        """Names the loss for which JAX called abort(); any other abort() goes its own way.
+    def _on_abort(self, number: int) -> None:
+        """Names the loss for which JAX called abort(); any other abort() proceeds as usual.
 
-        Python code in a signal's handler, which stands for these reasons. SIGABRT is raised by the
+        Running Python in a signal handler is safe here for these reasons. SIGABRT is raised by the
         thread that calls abort(), so nothing is interrupted at a random place: it is as if that
-        thread, one of JAX's in C++, called this function. The hook that jaxlib has for it,
-        `missed_heartbeat_callback`, does not work: in 0.10 as in 0.12 a Python function there
-        ends the process by `std::bad_cast`, and `jax.distributed` passes none. All that is waited
-        for here has an end: a lock that is held for one write (and it is left
-        after `_GRACE_SECONDS`), and a connection that is given a second. The store is not asked,
-        since JAX's thread may hold its locks. Only the GIL has no limit: where another thread
-        never gives it back, this process hangs as it did before, and its launcher ends it.
+        thread, one of JAX's in C++, called this function. jaxlib's own hook for this,
+        `missed_heartbeat_callback`, does not work: in 0.10 as in 0.12, a Python function there
+        ends the process with `std::bad_cast`, and `jax.distributed` passes none. Every wait here is
+        bounded: that for a lock which is held for one write by `_GRACE_SECONDS`, that for a
+        connection by a second. The store is not queried, since JAX's thread may hold its locks.
+        Only the GIL is unbounded: if another thread never releases it, this process hangs as it
+        would without this handler, and its launcher kills it.
         """
         me, loss = self.processes.index, self._loss
         if os.getpid() == self._pid:
             if self._code is not None:
                 os._exit(self._code)
             if self._starting:
-                os.write(2, f"shardwise: process {me} ends: {self._starting}.\n".encode())
+                os.write(2, f"shardwise: process {me} exits: {self._starting}.\n".encode())
                 os._exit(LOST_EXIT_CODE)
-            # All end at once, so that who is gone by now need not be who was lost: that is last.
+            # All processes abort at once, so one that is dead by now need not be the lost one:
+            # that check comes last.
             if loss is None and (quiet := tuple(i for i in self._quiet if i != me)):
-                loss = _Loss(quiet, "was lost", f"nothing was heard of it for {self._timeout:g} s")
+                loss = _Loss(quiet, "was lost", f"it sent no heartbeat for {self._timeout:g} s")
             if loss is None and self._done:
-                # JAX waited for all to end: who has not is no loss, and who has is the cause.
-                loss = _Loss(self._done, "ended", "JAX waited for the others to end, in vain")
-            if loss is None and me and self._coordinator_is_away():
-                loss = _Loss((0,), "was lost", "it is the coordinator, and does not answer")
-            if loss is None and (gone := self._gone_from_here()):
-                loss = _Loss(gone, "was lost", "its process is gone from this host")
+                # JAX waited for all to exit: those still running are not lost, and those that
+                # have exited are the cause.
+                loss = _Loss(self._done, "ended", "JAX timed out waiting for the others to exit")
+            if loss is None and me and self._coordinator_is_gone():
+                loss = _Loss((0,), "was lost", "it is the coordinator and does not respond")
+            if loss is None and (dead := self._dead_on_this_host()):
+                loss = _Loss(dead, "was lost", "it is no longer running on this host")
         if loss:
-            self._say(loss, ask=False)
+            self._report(loss, ask=False)
             os._exit(LOST_EXIT_CODE)
-        # abort() goes on after this; what stood here before, such as faulthandler, comes first.
+        # Restore and run the previous handler, such as faulthandler's; then abort() proceeds.
         self._libc.signal(signal.SIGABRT, self._before)
         getattr(self._libc, "raise")(signal.SIGABRT)
 
-    def _coordinator_is_away(self) -> bool:
+    def _coordinator_is_gone(self) -> bool:
         if time.monotonic() - self._answered > self._timeout / 2:
             return True
         host, _, port = (self.processes.coordinator or ":0").rpartition(":")
@@ -438,9 +442,9 @@ class PeerWatch:
 
 @contextlib.contextmanager
 def noting_failure() -> Iterator[None]:
-    """Returns a context whose exception is what the others learn, if this process ends by it.
+    """Returns a context whose exception is reported to the others if this process then exits.
 
-    For a program that catches its errors and turns them into an exit status.
+    For programs that catch their errors and turn them into an exit status.
     """
     try:
         yield
@@ -451,12 +455,12 @@ def noting_failure() -> Iterator[None]:
 
 
 def _note_exits(watch: PeerWatch) -> None:
-    """Lets the watch know of `sys.exit`: at exit, Python no longer says with which status."""
+    """Records the status of `sys.exit` for the watch: Python does not expose it at exit."""
 
     class Exit(SystemExit):
         def __del__(self) -> None:
             try:
-                sys._getframe(1)  # it was caught: the code that caught it goes on
+                sys._getframe(1)  # it was caught, and the program continues
             except ValueError:
                 watch.status = self.code
 
@@ -470,7 +474,7 @@ def _exit_code(status: Any) -> int:
     return 0 if status is None else status if isinstance(status, int) else 1
 
 
-# JAX's runtime exists once in a process and cannot be left: so does what watches it.
+# JAX's runtime exists once per process and cannot be left, so the same holds for its watch.
 WATCHES: list[PeerWatch] = []
 
 
@@ -483,25 +487,25 @@ def _last(key: str) -> int:
 
 
 def _pid_space() -> str:
-    """Returns what two processes have in common when each can see the other's pid."""
+    """Returns a name that two processes share if each can see the other's pid."""
     space = socket.gethostname()
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as boot:
         space += f" {boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     return space
 
 
-def _gone(pid: int) -> bool:
+def _is_dead(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
-            # What is killed stays as a zombie until its parent asks for its exit code.
+            # A killed process stays a zombie until its parent reads its exit code.
             return stat.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except FileNotFoundError:
-        return os.path.isdir("/proc/self") or not _answers(pid)
+        return os.path.isdir("/proc/self") or not _exists(pid)
     except OSError:
         return False
 
 
-def _answers(pid: int) -> bool:
+def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

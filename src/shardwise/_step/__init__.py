@@ -12,7 +12,7 @@ from .blueprint import make_blueprint as make_blueprint
 from .blueprint import on_mesh as on_mesh
 from .bounds import Bound as Bound
 from .bounds import index_bounds as index_bounds
-from .bounds import whole_rows as whole_rows
+from .bounds import row_bounds as row_bounds
 from .scopes import module_paths as module_paths
 from .scopes import scope_modules as scope_modules
 from .state import NotFinite as NotFinite

@@ -71,7 +71,7 @@ def require_batch(batch: Any, planned: Any, local: Any = None, given: Any = None
     for (name, leaf), want, own, part in leaves:
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape is None or dtype is None:
-            wrong.append(f"{name} is a {type(leaf).__name__}, wanted {_show(want)}")
+            wrong.append(f"{name} has type {type(leaf).__name__}, wanted {_show(want)}")
         elif dtype not in (want.dtype, own.dtype) or tuple(shape) not in (
             want.shape,
             part and part.shape,
@@ -109,7 +109,7 @@ def require_integers(
         if place := _outside(x, int(limits.min), int(limits.max)):
             raise ValueError(
                 f"{name} has {x[place]} in sample {sample(place[0])}, which does not fit "
-                f"{want.dtype}: JAX would make it {x[place].astype(want.dtype)}"
+                f"{want.dtype}: JAX would turn it into {x[place].astype(want.dtype)}"
             )
     for bound in bounds:
         name, x = flat[bound.leaf]
@@ -117,7 +117,7 @@ def require_integers(
         if part.ndim and (place := _outside(part, 0, bound.size - 1)):
             raise ValueError(
                 f"{name} has {part[place]} in sample {sample(place[0])}, but the weight that it "
-                f"looks up has {bound.size} rows: give integers from 0 to {bound.size - 1}, as "
+                f"looks up has {bound.size} rows: give integers from 0 to {bound.size - 1}, such as "
                 f"tokens within the vocabulary, or clip them in the loss if that is intentional"
             )
 

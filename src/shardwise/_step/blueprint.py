@@ -37,9 +37,9 @@ class Blueprint:
 
     Attributes:
         recipe: the recipe.
-        layout: the model's layout, in the structure of the recipe's own model.
+        layout: the model's layout, with the structure of the recipe's model.
         optimizer: the layout of the optimizer's state.
-        model: the recipe's model without arrays, traced once for all that follows.
+        model: the recipe's abstract model, traced once.
         trained: the paths of the trained variables, in the order of `parameters`.
         parameters: the tree structure that the optimizer sees.
     """
@@ -124,7 +124,7 @@ class Blueprint:
             return self._step(state, batch)
 
     def evaluate(self, state: TrainState, batch: Any) -> dict[str, Any]:
-        """Returns the metrics of one batch, the model in evaluation mode; pure, to be jitted."""
+        """Returns the metrics of one batch, with the model in evaluation mode; pure, to be jitted."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
             # The average is what one would deploy, so it is what is evaluated.
             model = {**state.model, **state.ema}
@@ -255,7 +255,7 @@ class Blueprint:
         return loss, (metrics, {**before, **after})
 
     def _cast(self, arrays: Arrays) -> Arrays:
-        """Returns the arrays with floating parameters in the compute dtype, still in shards."""
+        """Returns the arrays, sharded, with floating-point parameters cast to the compute dtype."""
         dtype = self.recipe.compute_dtype
         cast = {
             path: _as_dtype(x, dtype)
@@ -311,7 +311,7 @@ def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
         ValueError: an argument has the wrong type, or nothing would be trained.
     """
     if not isinstance(recipe, Recipe):
-        raise ValueError(f"the recipe is a {type(recipe).__name__}: see sw.Recipe")
+        raise ValueError(f"the recipe has type {type(recipe).__name__}: give a sw.Recipe")
     require_layout(layout)
     check(layout).raise_if_errors()
     abstract = abstract_model(recipe.model, layout.mesh)
@@ -341,7 +341,7 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
     """Makes this mesh the one that a traced model finds, whatever the caller has set."""
     use = jax.sharding.use_abstract_mesh
     inner = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    # The empty mesh comes first, since a mesh that is set cannot change its size.
+    # The empty mesh comes first, since JAX does not let an active mesh change its size.
     with use(AbstractMesh((), ())), use(inner), nnx.use_eager_sharding(False):
         try:
             yield
@@ -352,8 +352,8 @@ def on_mesh(mesh: AnyMesh) -> Iterator[None]:
 
 
 def _axis_types_help(error: Exception) -> str:
-    """Returns what to do about a model that is written for axes of the other type, or nothing."""
-    # A ValueError of JAX like many, without a property to ask.
+    """Returns help for a model that was written for the other axis type, or an empty text."""
+    # JAX raises a plain ValueError, so only the message identifies it.
     if "type Auto" in str(error) and "PartitionSpec" in str(error):
         return (
             "help: the model names the sharding of results (out_sharding=), which needs axes of "
@@ -362,7 +362,7 @@ def _axis_types_help(error: Exception) -> str:
     if type(error).__name__ == "ShardingTypeError":
         return (
             "help: on axes of type Explicit a model must name the sharding of such a result "
-            "(out_sharding=); on Auto axes, sw.mesh without explicit=True, the compiler chooses it"
+            "(out_sharding=); on Auto axes (sw.mesh without explicit=True) the compiler chooses it"
         )
     return ""
 
@@ -376,7 +376,7 @@ def require_planned(state: TrainState, planned: TrainState) -> None:
         if (x := arrays[name]).shape != want.shape or x.dtype != want.dtype
     ]
     if wrong:
-        raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}")
+        raise ValueError(f"the state does not match this step: {'; '.join(wrong[:3])}")
 
 
 def _as_stored_dtype(x: Any, like: Any) -> Any:
@@ -413,18 +413,17 @@ def _require_scalar(loss: Any, metrics: Any, *more: Any) -> None:
     if more:
         got = f"{2 + len(more)} values"
     elif shape is None:
-        got = f"a {type(loss).__name__}"
+        got = f"a value of type {type(loss).__name__}"
     elif shape != ():
         got = f"an array of shape {shape}"
     elif not jnp.issubdtype(loss.dtype, jnp.floating):
-        got = f"an {loss.dtype}"
+        got = f"a scalar of dtype {loss.dtype}"
     if got is not None:
         raise ValueError(
             f"the recipe's loss returned {got}: it must return a scalar, or a scalar and a "
             f"dict of metrics; take the mean over samples"
         )
-    if not isinstance(metrics, dict) or "loss" in metrics:
-        got = "one named 'loss'" if isinstance(metrics, dict) else f"a {type(metrics).__name__}"
+    if not isinstance(metrics, dict):
         raise ValueError(
             f"the recipe's loss returned {got} as metrics: return a dict of names and values, "
             f"without 'loss'"

@@ -37,7 +37,7 @@ class Bound:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a value comes from: a part of a leaf, unchanged but perhaps moved or shifted."""
+    """Where a value comes from: part of a leaf, perhaps moved or shifted."""
 
     leaf: int
     part: tuple[tuple[int, int], ...]
@@ -70,7 +70,7 @@ def index_bounds(closed: Any, batch_leaves: int) -> tuple[Bound, ...]:
     return tuple(sorted(weights | others, key=lambda b: (b.leaf, b.part, b.size)))
 
 
-def whole_rows(bounds: Sequence[Bound], batch: Any) -> list[Bound]:
+def row_bounds(bounds: Sequence[Bound], batch: Any) -> list[Bound]:
     """Returns the bounds that apply to every sample of a batch."""
     shapes = [leaf.shape for leaf in jax.tree.leaves(batch)]
     return [b for b in bounds if b.part and b.part[0] == (0, shapes[b.leaf][0])]

@@ -46,7 +46,7 @@ def _remat_class(base: type[Any], policy: Callable[..., Any]) -> type[Any]:
             args, kwargs = jax.tree.unflatten(treedef, given)
             return base.__call__(module, *args, **kwargs)
 
-        # Flax's own, since an argument may change too: an nnx.Rngs that is handed on counts.
+        # Flax's own remat, since arguments may change too: an nnx.Rngs that is passed on counts.
         traced = [x for x, yes in zip(flat, is_traced, strict=True) if yes]
         return nnx.remat(run, policy=policy)(self, traced)
 

@@ -9,26 +9,26 @@ from typing import Any
 import jax
 from flax import nnx
 
-# The name of a module by its place in the model, with the numbers of lists.
+# The name of each module in the model, including list indices.
 _places: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def module_paths(model: nnx.Module) -> list[str]:
-    """Returns the paths of the modules that can be called, with and without numbers of lists.
+    """Returns the paths of the callable modules, with and without list indices.
 
-    Within a transform of Flax a module is another object, whose number is not known.
+    Inside a Flax transform a module is a different object, whose index is not known.
     """
     found = [path for path, module in nnx.iter_modules(model) if path and callable(module)]
     return list(dict.fromkeys([*map(_show, found), *(_show(_unnumbered(p)) for p in found)]))
 
 
 def scope_modules(model: nnx.Module) -> None:
-    """Makes each module's call a named scope; changes `model`, but nothing that it computes."""
+    """Makes each module's call a named scope; changes `model`, but not what it computes."""
     found = {path: m for path, m in nnx.iter_modules(model) if callable(m)}
     for path, module in found.items():
         if not path:
             continue
-        # Relative to the nearest module around it, whose own scope comes before.
+        # Relative to the nearest enclosing module, whose scope comes before it.
         outer = next((n for n in range(len(path) - 1, 0, -1) if path[:n] in found), 0)
         _places[module] = _show(path[outer:])
         # Python looks a call up on the class, so the instance gets one of its own; the same for

@@ -1,4 +1,4 @@
-"""Training: data, the step jitted once, the loop."""
+"""Training: the data, the jitted step, and the loop."""
 
 from .datasets import Data as Data
 from .datasets import data as data

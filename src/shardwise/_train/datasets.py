@@ -1,4 +1,4 @@
-"""Data: Grain pipelines whose order depends on the seed alone, each process reading its part."""
+"""Data: Grain pipelines whose order depends only on the seed; each process reads its part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .._step import (
     make_blueprint,
     named_batch,
     require_integers,
-    whole_rows,
+    row_bounds,
 )
 from .train import Putter
 
@@ -41,28 +41,28 @@ def data(
     transform: Callable[[Any], Any] | None = None,
     prefetch: int = 2,
 ) -> Data:
-    """Returns samples to train on, in an order that depends on the seed alone.
+    """Returns samples to train on, in an order that depends only on the seed.
 
     Whatever the mesh and the number of processes, batch b has the same samples in the same
-    places; each process reads only those that its devices hold. Each epoch has an order of its
-    own, and batches go on over the end of one.
+    order; each process reads only those that its devices hold. Each epoch is shuffled
+    differently, and a batch may span the end of one epoch and the start of the next.
 
     Args:
-        source: a file of tokens (`.npy`, or raw numbers with `dtype`); an array, or a pytree of
-            arrays with as many rows; or anything with `len` and `[i]`, such as a Grain
-            `MapDataset` or a source of Grain's.
-        length: cuts tokens into samples of so many, without overlap, as int32; for a file, or
-            an array of one dim. A shorter rest at the end is left out.
-        dtype: the dtype of a raw file of tokens.
-        shuffle: whether samples are shuffled.
-        seed: the order's seed.
-        epochs: how often each sample is seen; without end if None. Samples at the very end that
-            are fewer than a batch are left out.
-        transform: applied to each sample after it is read.
-        prefetch: how many batches are read ahead.
+        source: a token file (`.npy`, or raw numbers with `dtype`); an array, or a pytree of
+            arrays with the same number of rows; or anything with `len` and `[i]`, such as a Grain
+            `MapDataset` or data source.
+        length: the number of tokens per sample, to cut a file or a one-dimensional array of tokens
+            into int32 samples without overlap. A shorter remainder at the end is dropped.
+        dtype: the dtype of a raw token file.
+        shuffle: whether to shuffle the samples.
+        seed: the seed of the order.
+        epochs: how many times to go through the samples; None repeats them forever. Samples at the
+            very end that do not fill a batch are dropped.
+        transform: a function applied to each sample after it is read.
+        prefetch: how many batches to read ahead.
 
     Raises:
-        ValueError: the source is none of these, or has no sample.
+        ValueError: the source is none of these, or is empty.
 
     Example:
         >>> import numpy as np, shardwise as sw
@@ -71,14 +71,14 @@ def data(
         100
     """
     if prefetch < 1:
-        raise ValueError(f"prefetch={prefetch} would never read a batch: give 1 or more")
+        raise ValueError(f"prefetch must be a positive integer, got {prefetch}")
     if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs={epochs} would see no sample: give 1 or more, or None")
+        raise ValueError(f"epochs must be a positive integer or None, got {epochs}")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} is no seed of Grain's: give a number from 0 to 2**32 - 1")
+        raise ValueError(f"seed must be from 0 to 2**32 - 1, as Grain requires, got {seed}")
     samples = _samples(source, length, dtype)
     if len(samples) < 1:
-        raise ValueError("the data has no sample")
+        raise ValueError("the data has no samples")
     return Data(samples, shuffle, seed, epochs, transform, prefetch)
 
 
@@ -99,19 +99,19 @@ class Data:
         return len(self.samples)
 
     def batches(self, recipe: Recipe, layout: Layout, *, position: int = 0) -> Batches:
-        """Returns an iterator over global batches, placed as the layout says.
+        """Returns an iterator over global batches, placed according to the layout.
 
         Args:
-            recipe: says what one batch is.
-            layout: says how it is split, and over which processes.
-            position: how many samples were read before.
+            recipe: the recipe, which defines the shape of a batch.
+            layout: the layout, which defines how a batch is split and over which processes.
+            position: how many samples have already been read.
         """
         return self.on(make_blueprint(recipe, layout), position=position)
 
     def on(
         self, blueprint: Blueprint, *, position: int = 0, bounds: Sequence[Bound] = ()
     ) -> Batches:
-        """Returns the same for a blueprint that is made already, its integers within bounds."""
+        """Returns the same for an existing blueprint, checking integers against `bounds`."""
         return Batches(self, blueprint, position, bounds)
 
 
@@ -119,50 +119,49 @@ class Batches(Iterator[Any]):
     """An iterator over global batches.
 
     Attributes:
-        position: how many samples the batches that were taken had; saved in checkpoints.
+        position: how many samples the batches returned so far had; saved in checkpoints.
     """
 
     def __init__(
-        self, given: Data, blueprint: Blueprint, position: int, bounds: Sequence[Bound] = ()
+        self, data: Data, blueprint: Blueprint, position: int, bounds: Sequence[Bound] = ()
     ):
         """Starts to read ahead."""
         import grain
 
         if position < 0:
-            raise ValueError(f"position={position} is before the first sample: give 0 or more")
+            raise ValueError(f"position must be a non-negative integer, got {position}")
         self.size = _batch_size(blueprint.batch)
         self.position = position
-        if len(given) < self.size:
+        if len(data) < self.size:
             raise ValueError(
-                f"the data has {count(len(given), 'sample')}, fewer than one batch of {self.size}, so "
-                f"that a batch would have samples twice: give more data, or a recipe with a smaller "
-                f"batch"
+                f"the data has {count(len(data), 'sample')}, fewer than one batch of {self.size}, so a "
+                f"batch would repeat samples: give more data, or a recipe with a smaller batch"
             )
         self._put = Putter(blueprint)
 
         def in_order(source: Any) -> Any:
             dataset = grain.MapDataset.source(source)
-            if given.shuffle:
-                dataset = dataset.shuffle(seed=given.seed)
-            return dataset.repeat(given.epochs)
+            if data.shuffle:
+                dataset = dataset.shuffle(seed=data.seed)
+            return dataset.repeat(data.epochs)
 
-        dataset = in_order(_Transformed(given.samples, given.transform))
-        # Where a sample stands in the source, for errors.
-        numbers = in_order(range(len(given)))
+        dataset = in_order(_Transformed(data.samples, data.transform))
+        # The index of each sample in the source, for errors.
+        numbers = in_order(range(len(data)))
         parts = _Parts(dataset, numbers, blueprint, self.size, position, bounds)
         if len(parts) < 1:
             raise ValueError(
                 f"the data has {max(len(dataset) - position, 0)} samples left of {len(dataset)}, fewer "
-                f"than one batch of {self.size}: give more epochs, or none"
+                f"than one batch of {self.size}: give more epochs, or epochs=None"
             )
-        options = grain.ReadOptions(num_threads=given.prefetch, prefetch_buffer_size=given.prefetch)
+        options = grain.ReadOptions(num_threads=data.prefetch, prefetch_buffer_size=data.prefetch)
         self._read = iter(grain.MapDataset.source(parts).to_iter_dataset(options))
         self._ahead: collections.deque[Any] = collections.deque()
-        self._most = given.prefetch
+        self._most = data.prefetch
 
     def __next__(self) -> Any:
         """Returns the next batch, on its devices."""
-        # Placing is asynchronous, so one batch ahead travels while a step computes.
+        # Placement is asynchronous, so the next batch is transferred while a step computes.
         while len(self._ahead) < self._most:
             try:
                 self._ahead.append(self._put(_raised(next(self._read))))
@@ -175,7 +174,7 @@ class Batches(Iterator[Any]):
 
 
 class _Transformed:
-    """A source with each sample transformed. Grain would take None for a sample to leave out."""
+    """A source with each sample transformed. Grain would skip a sample that is None."""
 
     def __init__(self, samples: Any, transform: Callable[[Any], Any] | None):
         self.samples, self.transform = samples, transform
@@ -188,7 +187,7 @@ class _Transformed:
         if sample is None:
             raise ValueError(
                 f"sample {int(index)} of the data is None: a source must have a sample for each "
-                f"index below its len; one that was filtered has gaps"
+                f"index below its len; a filtered dataset has gaps"
             )
         if self.transform is None:
             return sample
@@ -201,7 +200,7 @@ class _Transformed:
 
 
 class _Parts:
-    """This process's part of each batch, stacked: a source of Grain's."""
+    """This process's part of each batch, stacked, as a Grain data source."""
 
     def __init__(
         self,
@@ -213,11 +212,10 @@ class _Parts:
         bounds: Sequence[Bound],
     ):
         self.dataset, self.numbers, self.size, self.position = dataset, numbers, size, position
-        self.planned, self.bounds = blueprint.batch, whole_rows(bounds, blueprint.batch)
+        self.planned, self.bounds = blueprint.batch, row_bounds(bounds, blueprint.batch)
         self.spans = [local_spans(leaf) for leaf in jax.tree.leaves(self.planned)]
         self.treedef = jax.tree.structure(self.planned)
-        held = {row for spans in self.spans for row in _indices(spans[0])}
-        self.rows = sorted(held)
+        self.rows = sorted({row for spans in self.spans for row in _indices(spans[0])})
 
     def __len__(self) -> int:
         return max(len(self.dataset) - self.position, 0) // self.size
@@ -226,7 +224,7 @@ class _Parts:
         try:
             return self._part(index)
         except Exception as error:
-            # Raised here, it would carry a paragraph of Grain's about its own frames.
+            # If raised here, Grain would add a paragraph about its own frames.
             return _Failed(error)
 
     def _part(self, index: Any) -> Any:
@@ -234,7 +232,7 @@ class _Parts:
         samples = [self.dataset[first + row] for row in self.rows]
         stacked = jax.tree.map(_stack, *samples)
         if jax.tree.structure(stacked) != self.treedef:
-            return stacked  # the placing says what is wrong
+            return stacked  # reported when the batch is placed
         self._require_shapes(stacked)
         require_integers(
             stacked,
@@ -249,13 +247,13 @@ class _Parts:
         return jax.tree.unflatten(self.treedef, flat)
 
     def _require_shapes(self, stacked: Any) -> None:
-        """Refuses samples of another shape, here: what is cut for this process no longer shows it."""
+        """Raises if a sample has the wrong shape; once cut for this process, it is hard to tell."""
         for (name, x), want in zip(
             named_batch(stacked), jax.tree.leaves(self.planned), strict=True
         ):
             if x.shape[1:] != want.shape[1:]:
                 raise ValueError(
-                    f"a sample is not the recipe's: its {name} has shape {x.shape[1:]}, wanted "
+                    f"a sample does not match the recipe: its {name} has shape {x.shape[1:]}, wanted "
                     f"{want.shape[1:]}, since a batch is {want.dtype}{list(want.shape)}"
                 )
 
@@ -275,12 +273,12 @@ def _stack(*xs: Any) -> np.ndarray:
     arrays = [np.asarray(x) for x in xs]
     shapes = {x.shape for x in arrays}
     if len(shapes) > 1:
-        raise ValueError(f"samples of one batch have different shapes: {sorted(shapes)[:4]}")
+        raise ValueError(f"the samples of a batch have different shapes: {sorted(shapes)[:4]}")
     return np.stack(arrays)
 
 
 def _box(x: np.ndarray, spans: Sequence[Any], rows: Sequence[int]) -> np.ndarray:
-    """Returns what this process holds of rows that were read whole."""
+    """Returns this process's part of complete rows."""
     for dim, parts in enumerate(spans):
         kept = _indices(parts)
         if dim == 0:
@@ -298,8 +296,8 @@ def _batch_size(planned: Any) -> int:
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(planned) if leaf.shape}
     if len(sizes) != 1 or any(not leaf.shape for leaf in jax.tree.leaves(planned)):
         raise ValueError(
-            f"the recipe's batch has leaves of {sorted(sizes)} samples (dim 0): data makes batches "
-            f"whose leaves all have as many"
+            f"the leaves of the recipe's batch have {sorted(sizes)} samples (dim 0): sw.data needs "
+            f"the same number of samples in every leaf"
         )
     return sizes.pop()
 
@@ -308,10 +306,10 @@ def _samples(source: Any, length: int | None, dtype: Any) -> Any:
     if isinstance(source, str | os.PathLike):
         if length is None:
             raise ValueError(
-                f"the file of tokens {source} is not cut into samples: "
+                f"the token file {source} must be cut into samples: "
                 + either(
-                    "give length=, the tokens of one sample",
-                    "give --length N, the tokens of one sample",
+                    "give length=, the number of tokens per sample",
+                    "give --length N, the number of tokens per sample",
                 )
             )
         source = _open(Path(source), dtype)
@@ -321,7 +319,7 @@ def _samples(source: Any, length: int | None, dtype: Any) -> Any:
         return _Rows(source)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise ValueError(
-            f"the data is a {type(source).__name__}: give a file of tokens, arrays, or a source "
+            f"the data has type {type(source).__name__}: give a token file, arrays, or a source "
             f"with len and [i]"
         )
     return source
@@ -329,10 +327,10 @@ def _samples(source: Any, length: int | None, dtype: Any) -> Any:
 
 def _open(path: Path, dtype: Any) -> np.ndarray:
     if not path.is_file():
-        raise ValueError(f"the file of tokens {path} does not exist")
+        raise ValueError(f"the token file {path} does not exist")
     if path.suffix != ".npy" and dtype is None:
         raise ValueError(
-            f"the file of tokens {path} has no header that says its dtype: "
+            f"the token file {path} has no header with its dtype: "
             + either("give dtype=, such as 'uint16'", "give --dtype, such as uint16")
         )
     try:
@@ -340,7 +338,7 @@ def _open(path: Path, dtype: Any) -> np.ndarray:
             return np.load(path, mmap_mode="r")
         return np.memmap(path, dtype=dtype, mode="r")
     except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"the file of tokens {path} cannot be read: {error}") from error
+        raise ValueError(f"the token file {path} cannot be read: {error}") from error
 
 
 class _Windows:
@@ -350,8 +348,8 @@ class _Windows:
         if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
             shown = f"{getattr(tokens, 'dtype', type(tokens).__name__)}"
             raise ValueError(
-                f"length={length} cuts one row of tokens, got {shown} of shape "
-                f"{getattr(tokens, 'shape', '?')}: give integers of one dim"
+                f"length={length} needs a one-dimensional array of integers, got {shown} of shape "
+                f"{getattr(tokens, 'shape', '?')}"
             )
         if length < 1 or len(tokens) < length:
             raise ValueError(f"length={length} cannot cut {len(tokens)} tokens into samples")
@@ -367,21 +365,22 @@ class _Windows:
             wrong = np.flatnonzero((sample < _INT32.min) | (sample > _INT32.max))
             if wrong.size:
                 raise ValueError(
-                    f"token {sample[wrong[0]]} at index {start + wrong[0]} of the tokens does not "
-                    f"fit int32"
+                    f"token {sample[wrong[0]]} at index {start + wrong[0]} does not fit int32"
                 )
         return sample.astype("int32")
 
 
 class _Rows:
-    """The rows of arrays of the same length."""
+    """The rows of arrays that all have the same number of them."""
 
     def __init__(self, arrays: Any):
         self.arrays = jax.tree.map(np.asarray, arrays)
         counts = {x.shape[0] if x.ndim else -1 for x in jax.tree.leaves(self.arrays)}
         if len(counts) != 1 or -1 in counts:
             shapes = jax.tree.map(lambda x: x.shape, self.arrays)
-            raise ValueError(f"arrays of samples need as many rows (dim 0) each, got {shapes}")
+            raise ValueError(
+                f"arrays of samples must have the same number of rows (dim 0), got {shapes}"
+            )
         self.count: int = counts.pop()
 
     def __len__(self) -> int:
@@ -392,7 +391,7 @@ class _Rows:
 
 
 class _Replayed(Iterator[Any]):
-    """Batches of any iterable, wound forward to where a run left off."""
+    """Batches from any iterable, advanced to where a run left off."""
 
     def __init__(self, batches: Any, blueprint: Blueprint, position: int, bounds: Sequence[Bound]):
         self.size = max(
@@ -411,19 +410,19 @@ class _Replayed(Iterator[Any]):
 
 
 def open_batches(
-    given: Any, blueprint: Blueprint, position: int, bounds: Sequence[Bound] = ()
+    data: Any, blueprint: Blueprint, position: int, bounds: Sequence[Bound] = ()
 ) -> Batches | _Replayed:
-    """Returns the batches after `position` samples, of a `Data` or of any iterable of batches.
+    """Returns the batches after `position` samples, from a `Data` or any iterable of batches.
 
-    Integers out of `bounds` are refused when their batch is read.
+    Integers outside `bounds` are an error when their batch is read.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the data is neither.
     """
-    if isinstance(given, Data):
-        return given.on(blueprint, position=position, bounds=bounds)
-    if not hasattr(given, "__iter__"):
+    if isinstance(data, Data):
+        return data.on(blueprint, position=position, bounds=bounds)
+    if not hasattr(data, "__iter__"):
         raise ValueError(
-            f"the data is a {type(given).__name__}: give sw.data(…), or an iterable of batches"
+            f"the data has type {type(data).__name__}: give sw.data(…), or an iterable of batches"
         )
-    return _Replayed(given, blueprint, position, bounds)
+    return _Replayed(data, blueprint, position, bounds)

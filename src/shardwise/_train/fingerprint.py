@@ -1,7 +1,7 @@
-"""Fingerprints: what must be the same on every process of a run, in parts that have names.
+"""Fingerprints: what must be the same on every process of a run, in named parts.
 
-JAX runs whatever program each process traced. With another learning rate, seed, loss or data on
-one of them all go on to the end, with replicas that drift apart: so it is compared first.
+JAX runs whatever program each process traced. If the learning rate, seed, loss or data of one
+process differs, all of them run to the end with replicas that drift apart, so compare them first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from .._jax import is_jaxpr, is_literal, opened
-from .._processes import differing_parts
+from .._processes import require_same_parts
 from .._step import Blueprint
 from .datasets import Data
 
@@ -32,8 +32,8 @@ WHAT = {
     "data": "the data",
     "evaluate": "the data to evaluate on",
     "init": "the program that initialises the model (its code, its seed)",
-    "step": "the program of a step (the loss, the optimizer and its numbers)",
-    "weights": "the weights that were given",
+    "step": "the program of the training step (the loss, the optimizer and its hyperparameters)",
+    "weights": "the initial weights",
 }
 _HELP = "all processes must run the same code with the same arguments"
 
@@ -41,13 +41,13 @@ _HELP = "all processes must run the same code with the same arguments"
 def run_parts(
     blueprint: Blueprint, data: Any, evaluate: Any, arguments: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns what this process is asked to run, in parts; empty on one process.
+    """Returns the parts that describe this process's run; empty if there is one process.
 
     Args:
         blueprint: what is run.
-        data: what it is run on.
-        evaluate: what it is evaluated on.
-        arguments: the arguments that decide which collectives are run, and when.
+        data: the training data.
+        evaluate: the evaluation data.
+        arguments: the arguments that determine which collectives run, and when.
     """
     if jax.process_count() == 1:
         return {}
@@ -63,12 +63,12 @@ def run_parts(
 def program_parts(
     blueprint: Blueprint, traced: Any, given: Mapping[str, Any] | None
 ) -> dict[str, str]:
-    """Returns the programs of this process, and the weights it begins with; empty on one process.
+    """Returns the parts for this process's programs and weights; empty if there is one process.
 
     Args:
         blueprint: what is run.
         traced: the step's jaxpr.
-        given: arrays to begin with.
+        given: the initial weights, if any.
     """
     if jax.process_count() == 1:
         return {}
@@ -80,20 +80,21 @@ def program_parts(
 
 
 def require_same_run(parts: Mapping[str, str]) -> None:
-    """Refuses processes that differ in what they are about to run.
+    """Raises if the processes are about to run different things.
 
     Raises:
-        ProcessesDiffer: a process differs; it is named with the first part that does.
+        ProcessesDiffer: a process differs; the message names it and the first part that differs.
     """
     if jax.process_count() > 1:
-        differing_parts(parts, WHAT, _HELP)
+        require_same_parts(parts, WHAT, _HELP)
 
 
 def program_digest(closed: Any) -> str:
-    """Returns a digest of a jaxpr that two processes compute alike for the same program.
+    """Returns a digest of a jaxpr that is the same in every process for the same program.
 
-    Variables are numbered as they come, constants count by their bytes, and of what has no
-    reproducible text, such as functions and sets, only what is reproducible counts.
+    Variables are numbered in order of appearance, and constants are included by their bytes. Of
+    objects whose text is not reproducible, such as functions and sets, only the reproducible part
+    is included.
     """
     found = hashlib.sha256()
     for piece in _pieces(closed):
@@ -162,7 +163,7 @@ def _array_pieces(value: Any) -> Iterator[str | bytes]:
 
 
 def _text(value: Any) -> str:
-    # Sets within other objects have no order, and their text differs between processes.
+    # Sets inside other objects have no order, so their text differs between processes.
     text = _ADDRESS.sub("", str(value))
     return "".join(sorted(text)) if "frozenset({" in text else text
 
@@ -179,7 +180,7 @@ def _versions() -> str:
 
 
 def _weights_digest(given: Mapping[str, Any]) -> str:
-    """Returns a digest of some numbers of each array that this process has all of."""
+    """Returns a digest of some numbers of each array that is fully addressable."""
     found = hashlib.sha256()
     for path, x in sorted(given.items()):
         found.update(path.encode())
@@ -194,7 +195,7 @@ def _weights_digest(given: Mapping[str, Any]) -> str:
 
 
 def _data_text(data: Any) -> str:
-    """Returns what is known of the data, with a digest of some of its samples."""
+    """Returns a description of the data, with a digest of some of its samples."""
     if not isinstance(data, Data):
         return type(data).__qualname__
     code = getattr(data.transform, "__code__", None)
@@ -218,7 +219,7 @@ def _samples_digest(samples: Any) -> str:
     found = hashlib.sha256()
     for row in rows:
         mine, again = _sample_bytes(samples[row]), _sample_bytes(samples[row])
-        # A source that augments at random says nothing.
+        # A source with random augmentation cannot be compared.
         found.update(mine if mine == again else b"random")
     return found.hexdigest()[:16]
 

@@ -62,32 +62,32 @@ def fit(
 ) -> TrainState:
     """Returns the state after `steps` steps.
 
-    On SIGTERM and SIGINT it finishes the step, saves a checkpoint and raises `sw.Stopped`, which
-    ends the process; started again, it goes on from there. SIGUSR1 profiles the next five steps.
+    On SIGTERM or SIGINT it finishes the step, saves a checkpoint and raises `sw.Stopped`, which
+    ends the process; started again, it resumes from there. SIGUSR1 profiles the next five steps.
 
     Args:
         recipe: the recipe.
-        layout: the layout of its model, on a mesh of devices that are here.
-        data: from `sw.data`, or any iterable of batches (which is wound forward to resume).
-        steps: how many steps the run has in all, those before a resume included.
+        layout: the layout of its model, on a mesh of available devices.
+        data: from `sw.data`, or any iterable of batches (on resume, batches are skipped).
+        steps: the total number of steps, including those before a resume.
         checkpoints: where to save; the last step is always saved.
-        resume: whether to go on from the newest checkpoint, if there is one.
+        resume: whether to resume from the newest checkpoint, if there is one.
         evaluate: data to evaluate on, from `sw.data`.
-        evaluate_every: after how many steps.
-        evaluate_batches: on how many batches, the same each time.
+        evaluate_every: how often to evaluate, in steps.
+        evaluate_batches: how many batches to evaluate on, the same ones each time.
         logs: a folder for `metrics.jsonl`, TensorBoard's event files and profiles.
-        log_every: after how many steps they are written, and a line is printed where the
-            terminal has no progress bar.
-        profile: the step from which five are profiled.
+        log_every: how often to write logs, in steps, and to print a line if there is no progress
+            bar.
+        profile: the first of five steps to profile.
         show: whether to show progress.
-        model: weights to begin with, as `sw.train_state` takes them; a checkpoint to resume from
-            comes first.
+        model: initial weights, in any form that `sw.train_state` accepts; ignored when resuming
+            from a checkpoint.
 
     Raises:
-        ProcessesDiffer: a process runs another program, or has other data or checkpoints.
-        ReplicasDiffer: devices of several processes hold different values of the same array.
-        NotFinite: the loss became NaN or infinite; the last checkpoint is from before.
-        Stopped: a signal came.
+        ProcessesDiffer: a process runs a different program, or has different data or checkpoints.
+        ReplicasDiffer: devices hold different values of a replicated array.
+        NotFinite: the loss became NaN or infinite; the last checkpoint is from before that.
+        Stopped: the run was stopped by a signal.
         CheckpointError: a checkpoint could not be written or read.
 
     Example:
@@ -127,22 +127,22 @@ def fit(
     saved = agreed_steps(checkpoints) if checkpoints is not None else []
     if checkpoints is not None and saved and not resume:
         raise ValueError(
-            f"resume=False would begin anew in {checkpoints.directory}, which has checkpoints up "
-            f"to step {saved[-1]}: give another directory, or remove them"
+            f"resume=False starts a new run, but {checkpoints.directory} already has checkpoints up "
+            f"to step {saved[-1]}: use another directory, or remove them"
         )
     with _released_on_failure(checkpoints):
         if checkpoints is not None and (not saved or saved[-1] < steps):
             with together("preparing the checkpoints"):
                 checkpoints.require_writable()
         with together("tracing the step"):
-            # Traced once: the first step finds it in JAX's cache.
+            # Traced only once: the first step finds it in JAX's cache.
             traced = step.jitted.trace(blueprint.abstract, blueprint.batch).jaxpr
             bounds = index_bounds(traced, len(jax.tree.leaves(blueprint.batch)))
             programs = program_parts(blueprint, traced, given)
         require_same_run(programs)
         if checkpoints is not None and saved:
             newest = saved[-1]
-            # By metadata alone first: reading waits for all processes, also for one that has failed.
+            # Check the metadata first: reading waits for all processes, even for one that failed.
             with together(f"checking step {newest}"):
                 flight_check(blueprint, checkpoints.about(newest)).findings.raise_if_errors()
             with (
@@ -157,8 +157,10 @@ def fit(
                 state, position = begin(blueprint, given), 0
         first = int(state.step)
         saver = _Saver(blueprint, checkpoints, state)
-        judge = (
-            _Judge(blueprint, evaluate, evaluate_batches, bounds) if evaluate is not None else None
+        evaluator = (
+            _Evaluator(blueprint, evaluate, evaluate_batches, bounds)
+            if evaluate is not None
+            else None
         )
         watch = RunLog(blueprint, steps=steps, first=first, logs=folder, every=log_every, show=show)
         place = folder or (checkpoints.directory if checkpoints else Path.cwd())
@@ -166,10 +168,10 @@ def fit(
 
     with own_mesh(mesh), Stopping(mesh) as stop, watch:
         if saved:
-            also = ", not from the model that was given" if given is not None else ""
-            watch.say(f"resumed after step {first} of {saver.place}{also}")
+            also = "; model= is ignored" if given is not None else ""
+            watch.say(f"resumed from step {first} in {saver.place}{also}")
         if first >= steps:
-            watch.say(f"nothing to do: the run has {first} steps already, of {steps}")
+            watch.say(f"nothing to do: the run already has {first} of {steps} steps")
             return state
         try:
             with together("opening the data"):
@@ -183,9 +185,9 @@ def fit(
                     tracer.after(number, metrics)
                     watch.add(number, metrics)
                     asked = stop.asked()
-                    if evaluate_every and judge and number % evaluate_every == 0:
+                    if evaluate_every and evaluator and number % evaluate_every == 0:
                         with watch.pause():
-                            watch.note(number, judge(state))
+                            watch.note(number, evaluator(state))
                     due = saver.due(number) or asked or number == steps
                     if due or number % _COMPARED_STEPS == 0:
                         watch.catch_up()
@@ -196,7 +198,7 @@ def fit(
                             saver.save(number, state, batches.position)
                     if asked:
                         saver.wait()
-                        watch.say(f"stopped after step {number}, {saver.told}")
+                        watch.say(f"stopped after step {number}, {saver.outcome}")
                         raise Stopped(number, asked)
             saver.wait()
         except NotFinite as error:
@@ -204,26 +206,26 @@ def fit(
         except ReplicasDiffer as error:
             with contextlib.suppress(CheckpointError, NotFinite):
                 saver.wait()
-            told = saver.at_last_good(ReplicasDiffer, error)
-            told.path, told.devices = error.path, error.devices
-            raise known_to_all(told) from None
+            full = saver.at_last_good(ReplicasDiffer, error)
+            full.path, full.devices = error.path, error.devices
+            raise known_to_all(full) from None
         except LostProcess:
-            raise  # a save that is under way waits for all processes, and would time out
+            raise  # a save in progress waits for all processes, and would time out
         except Exception:
-            # A save that is under way is finished, whatever ended the run.
+            # Finish a save in progress, whatever ended the run.
             with contextlib.suppress(CheckpointError, NotFinite):
                 saver.wait()
             raise
         finally:
             tracer.close()
-        if stop.noted:  # it came while the last step was saved
+        if stop.noted:  # the signal arrived while the last step was saved
             raise Stopped(steps, stop.noted)
     return state
 
 
 @contextlib.contextmanager
 def _released_on_failure(checkpoints: Checkpoints | None) -> Iterator[None]:
-    """Lets other runs save to the directory again if this one fails before its first step."""
+    """Releases the directory to other runs if this one fails before its first step."""
     try:
         yield
     except BaseException:
@@ -233,15 +235,16 @@ def _released_on_failure(checkpoints: Checkpoints | None) -> Iterator[None]:
 
 
 class _Saver:
-    """Saves when it is time, and never a state that is not finite."""
+    """Saves when a save is due, and never a state that is not finite."""
 
     def __init__(self, blueprint: Blueprint, checkpoints: Checkpoints | None, state: TrainState):
         self.blueprint, self.checkpoints = blueprint, checkpoints
         self.place = checkpoints.directory if checkpoints else ""
-        self.told = f"saved to {self.place}" if checkpoints else "nothing was saved"
+        self.outcome = f"saved to {self.place}" if checkpoints else "nothing was saved"
         self._saved_at = time.monotonic()
-        # A finite loss does not mean that the update after it was: what is saved must be finite.
-        # What is infinite from the start, such as a mask or the best loss so far, is meant so.
+        # The update may be non-finite even if the loss before it was finite, so check what is saved.
+        # Arrays that are infinite from the start, such as a mask or the best loss so far, are
+        # intentional.
         self._finite = _finite_arrays(state) if checkpoints else []
         self._replicas: Replicas | None = None
         timed = checkpoints is not None and checkpoints.minutes and jax.process_count() > 1
@@ -255,7 +258,7 @@ class _Saver:
         if not minutes:
             return False
         late = time.monotonic() - self._saved_at >= 60 * minutes
-        # Clocks differ: when it is late for one process, all save, two steps later at most.
+        # Clocks differ: when a save is due on one process, all save, at most two steps later.
         return late if self._late is None else bool(self._late.highest(late))
 
     def save(self, number: int, state: TrainState, position: int) -> None:
@@ -265,7 +268,7 @@ class _Saver:
             number, state, position=position, layout=self.blueprint.layout, finite=self._finite
         )
         if self._late is not None:
-            self._late.settle()  # what was late before this save is not after it
+            self._late.settle()  # what was due before this save no longer is
         self._saved_at = time.monotonic()
 
     def wait(self) -> None:
@@ -273,7 +276,7 @@ class _Saver:
             self.checkpoints.close()
 
     def not_finite(self) -> NotFinite | None:
-        """Returns what the save that is under way finds: the loss after it tells less."""
+        """Returns the error of the save in progress, which says more than the loss after it."""
         try:
             self.wait()
         except NotFinite as error:
@@ -281,7 +284,7 @@ class _Saver:
         return None
 
     def require_replicas(self, number: int, state: TrainState) -> None:
-        """Compares the copies of the state, where processes could make them differ."""
+        """Compares the replicas of the state, if there are several processes."""
         if jax.process_count() == 1:
             return
         if self._replicas is None:
@@ -289,7 +292,7 @@ class _Saver:
         self._replicas.check(state, number)
 
     def at_last_good(self, kind: type[_Error], error: Exception) -> _Error:
-        """Returns the error with where to go on from."""
+        """Returns the error, with the checkpoint to continue from."""
         if self.checkpoints is None:
             return kind(
                 f"{error}; nothing was saved: "
@@ -297,17 +300,17 @@ class _Saver:
             )
         steps = self.checkpoints.steps()
         if not steps:
-            return kind(f"{error}; no checkpoint was saved to {self.checkpoints.directory} before")
+            return kind(f"{error}; {self.checkpoints.directory} has no earlier checkpoint")
         where = f"step {steps[-1]} in {self.checkpoints.directory}"
         return kind(f"{error}; the last good checkpoint is {where}")
 
 
-class _Judge:
+class _Evaluator:
     """Evaluates a state on the same batches each time."""
 
     def __init__(self, blueprint: Blueprint, data: Any, count: int, bounds: Sequence[Bound]):
         if not isinstance(data, Data):
-            raise ValueError(f"evaluate is a {type(data).__name__}: give sw.data(…)")
+            raise ValueError(f"evaluate has type {type(data).__name__}: give sw.data(…)")
         self.blueprint, self.data, self.count, self.bounds = blueprint, data, count, bounds
         shardings = jax.tree.map(lambda leaf: leaf.sharding, blueprint.batch)
         self.jitted = jax.jit(
@@ -326,7 +329,7 @@ class _Judge:
 
 
 class _Profile:
-    """A profile of five steps, when asked for."""
+    """Profiles five steps on request."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
         self.folder, self.say = folder / "profile", say
@@ -351,11 +354,11 @@ class _Profile:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """A profile that cannot be written, on a full disk for one, is no reason to stop."""
+        """Reports errors and continues: a profile that cannot be written must not end the run."""
         try:
             yield
         except Exception as error:
-            self.say(f"no profile could be written to {self.folder}: {error}")
+            self.say(f"the profile could not be written to {self.folder}: {error}")
 
 
 def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
@@ -365,8 +368,8 @@ def _next(batches: Iterator[Any], number: int, steps: int) -> Any:
         raise ValueError(
             f"the data ended before step {number} of {steps}: "
             + either(
-                "give fewer steps, or data of more epochs (sw.data(…, epochs=None) has no end)",
-                f"give --steps {number - 1}, or data of more epochs",
+                "give fewer steps, or data with more epochs (sw.data(…, epochs=None) never ends)",
+                f"give --steps {number - 1}, or data with more epochs",
             )
         ) from None
 
@@ -397,9 +400,9 @@ def _require(
         ("profile", 1 if profile is None else profile),
     ):
         if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name}={value!r} is no number of steps: give 1 or more")
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if (evaluate is None) != (evaluate_every is None):
-        raise ValueError("evaluate= and evaluate_every= go together: give both, or neither")
+        raise ValueError("evaluate= and evaluate_every= must be given together")
 
 
 def _require_place(checkpoints: Any) -> None:

@@ -1,4 +1,4 @@
-"""Watching a run: its metrics read a little late, checked, shown and written."""
+"""Run logs: metrics are read a little late, checked, shown and written to files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rich.table import Column
 from .._base import show_bytes, show_count, show_seconds
 from .._step import Blueprint, NotFinite, named_batch
 
-_FLUSH_SECONDS = 10.0  # of TensorBoard's file: each time waits for the disk
+_FLUSH_SECONDS = 10.0  # for TensorBoard's file: each flush waits for the disk
 _LATE = 2  # steps: reading a metric waits for its step, so the devices always have work queued
 
 
@@ -33,10 +33,10 @@ class RunLog:
 
     Args:
         blueprint: what is run.
-        steps: where the run ends.
-        first: the step that it begins after.
+        steps: the last step of the run.
+        first: the step that the run resumes from, or 0.
         logs: where to write `metrics.jsonl` and TensorBoard's event files, or None.
-        every: how often they are written, and lines printed, in steps.
+        every: how often to write them, and to print lines, in steps.
         show: whether to show anything.
     """
 
@@ -72,24 +72,24 @@ class RunLog:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Ends the bar and closes the files."""
+        """Stops the bar and closes the files."""
         if self._bar is not None:
             self._bar.stop()
         if self._files is not None:
             self._files.close()
 
     def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes a step's metrics, and reads those of two steps before.
+        """Takes a step's metrics, and reads those from two steps earlier.
 
         Raises:
-            NotFinite: its loss is NaN or infinite.
+            NotFinite: the loss is NaN or infinite.
         """
         self._pending.append((step, metrics))
         while len(self._pending) > _LATE:
             self._read(*self._pending.popleft())
 
     def catch_up(self) -> None:
-        """Reads all metrics that were taken; waits for the devices."""
+        """Reads all pending metrics; waits for the devices."""
         while self._pending:
             self._read(*self._pending.popleft())
 
@@ -99,8 +99,8 @@ class RunLog:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Prints a line even where nothing is shown."""
-        # stderr may be a file on a disk that is full: no reason to stop a run.
+        """Prints a line even if progress is not shown."""
+        # stderr may be a file on a full disk: not a reason to stop the run.
         with contextlib.suppress(OSError):
             if self._bar is not None:
                 self._bar.console.print(text, highlight=False, markup=False)
@@ -108,14 +108,14 @@ class RunLog:
                 print(text, file=sys.stderr, flush=True)
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes and prints metrics of another kind, such as an evaluation's."""
+        """Writes and prints other metrics, such as those of an evaluation."""
         if self._files is not None:
             self._files.write(step, values)
         self.say(f"step {step}  " + "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
 
     @contextlib.contextmanager
     def pause(self) -> Any:
-        """Leaves what is done within out of the step time."""
+        """Excludes the time spent inside from the step time."""
         began = time.perf_counter()
         yield
         self._paused += time.perf_counter() - began
@@ -126,7 +126,7 @@ class RunLog:
         now = time.perf_counter()
         seconds = max(now - self._last - self._paused, 1e-9)
         self._last, self._paused, self._done = now, 0.0, step
-        if step > self.first + 1:  # the first one compiles
+        if step > self.first + 1:  # the first step includes compilation
             self._recent.append(seconds)
         row = {name: float(v) for name, v in values.items() if v.size == 1}
         row |= {"step_seconds": seconds, f"{self.unit}_per_second": self.amount / seconds}
@@ -136,16 +136,16 @@ class RunLog:
         if not math.isfinite(loss):
             raise NotFinite(f"the loss is {loss} at step {step}")
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, told=self._told(row))
+            self._bar.update(self._bar.task_ids[0], completed=step, status=self._status(row))
         elif due:
-            self.say(f"step {step}/{self.steps}  {self._told(row)}")
+            self.say(f"step {step}/{self.steps}  {self._status(row)}")
 
-    def _told(self, row: Mapping[str, float]) -> str:
-        # The mean of many: single times are those of the reading, which goes in bursts.
+    def _status(self, row: Mapping[str, float]) -> str:
+        # A mean over many steps: single times are noisy, since metrics are read in bursts.
         mean = sum(self._recent) / len(self._recent) if self._recent else row["step_seconds"]
         left = int(mean * (self.steps - self._done))
         hours = f"{left // 3600}:{left // 60 % 60:02}" if left >= 3600 else f"{left // 60}"
-        # Memory comes last: a narrow terminal cuts the end off.
+        # Memory comes last, since a narrow terminal cuts off the end.
         return (
             f"loss {row['loss']:.4g}  {show_seconds(mean)}  {show_count(self.amount / mean)} "
             f"{self.unit}/s  ETA {hours}:{left % 60:02}  {_memory(self._blueprint)}"
@@ -153,27 +153,27 @@ class RunLog:
 
 
 class _Files:
-    """`metrics.jsonl` and TensorBoard's event file; a disk that is full stops neither the run.
+    """`metrics.jsonl` and TensorBoard's event file; a full disk does not stop the run.
 
-    Each is written at once and by this thread: tensorboardX's own writer has a queue, and adding
-    to it waits for ever when the thread behind it has died of a full disk.
+    Both are written at once and by this thread: tensorboardX's own writer has a queue, and adding
+    to it blocks forever if its thread has died because the disk was full.
     """
 
     def __init__(self, logs: Path, first: int, say: Callable[[str], None]):
-        # Their import is slow, and a run without logs needs none of it.
+        # Imported here because it is slow, and runs without logs do not need it.
         from tensorboardX.proto import event_pb2 as protocol
         from tensorboardX.record_writer import RecordWriter
         from tensorboardX.summary import scalar
 
         self._logs, self._say, self._said = logs, say, False
-        events: Any = protocol  # made as it is imported: pyright sees no names in it
+        events: Any = protocol  # generated at import, so pyright sees no names in it
         self._event, self._scalar = events.Event, scalar
         self._torn = False
         self._lines: Any = None
         self._board: Any = None
         with self._going_on():
             logs.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: what could not be written must not be tried again, half, at the end.
+            # Unbuffered, so that data that could not be written is not retried at close.
             self._lines = (logs / "metrics.jsonl").open("ab", buffering=0)
         with self._going_on():
             name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
@@ -181,12 +181,12 @@ class _Files:
             self._flushed = time.monotonic()
             self._add(file_version="brain.Event:2")
             if first:
-                # Steps after the one that was restored were never saved: TensorBoard drops them.
+                # Makes TensorBoard drop steps after the restored one, which were never saved.
                 start = events.SessionLog(status=events.SessionLog.START)
                 self._add(step=first + 1, session_log=start)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        # JSON has no NaN, and TensorBoard shows none.
+        # JSON has no NaN, and TensorBoard does not show it.
         finite = {name: x if math.isfinite(x) else None for name, x in values.items()}
         if self._lines is not None:
             row = json.dumps({"step": step, "time": time.time(), **finite}) + "\n"
@@ -205,7 +205,7 @@ class _Files:
                     self._board.flush()
                     self._flushed = time.monotonic()
             except Exception as error:
-                # A record that is cut off would make all that follow unreadable.
+                # A truncated record would make everything after it unreadable.
                 board, self._board = self._board, None
                 with contextlib.suppress(Exception):
                     board.close()
@@ -234,14 +234,18 @@ class _Files:
         if not self._said:
             self._said = True
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            self._say(f"logs cannot be written to {self._logs}: {why}; training goes on without")
+            self._say(
+                f"logs cannot be written to {self._logs}: {why}; training continues without them"
+            )
 
 
 def require_logs(logs: Path) -> None:
-    """Makes the folder for logs if it is not there, and tries to write to it.
+    """Creates the log folder if needed, and tests that it is writable.
+
+    Called before a run, so that a problem does not surface in the middle of it.
 
     Raises:
-        ValueError: that cannot be done; better known before a run than in the middle of it.
+        ValueError: the folder cannot be written.
     """
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -249,25 +253,29 @@ def require_logs(logs: Path) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         if isinstance(error, FileExistsError | NotADirectoryError):
-            why = "a part of the path is a file"
+            why = "part of the path is a file"
         raise ValueError(f"logs cannot be written to {logs}: {why}") from error
 
 
 def _bar(first: int, steps: int) -> Progress:
-    steps_told = TextColumn(
+    step_column = TextColumn(
         "step {task.completed}/{task.total}",
         table_column=Column(no_wrap=True, min_width=len(f"step {steps}/{steps}")),
     )
-    told = TextColumn("{task.fields[told]}", table_column=Column(no_wrap=True, ratio=1))
+    status_column = TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True, ratio=1))
     console = Console(stderr=True)
-    columns = [steps_told, BarColumn(16), told] if console.width > 100 else [steps_told, told]
+    columns = (
+        [step_column, BarColumn(16), status_column]
+        if console.width > 100
+        else [step_column, status_column]
+    )
     bar = Progress(*columns, console=console, expand=True)
-    bar.add_task("train", total=steps, completed=first, told="compiling")
+    bar.add_task("train", total=steps, completed=first, status="compiling")
     return bar
 
 
 def _unit(blueprint: Blueprint) -> tuple[str, int]:
-    """Returns what is counted, tokens or samples, and how many one step has."""
+    """Returns the unit of throughput, tokens or samples, and how many a step has."""
     leaves = [leaf for _, leaf in named_batch(blueprint.batch) if leaf.shape]
     tokens = [x for x in leaves if len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)]
     if tokens:
@@ -280,5 +288,5 @@ def _memory(blueprint: Blueprint) -> str:
     stats = device.memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return f"{show_bytes(stats['peak_bytes_in_use'])}/device (measured)"
-    held = blueprint.layout.bytes_per_device + blueprint.optimizer.bytes_per_device
-    return f"{show_bytes(held)}/device (exact)"
+    resident = blueprint.layout.bytes_per_device + blueprint.optimizer.bytes_per_device
+    return f"{show_bytes(resident)}/device (exact)"

@@ -1,7 +1,7 @@
-"""Replicas: whether the devices that hold the same part of an array hold the same values.
+"""Replicas: checks that devices with the same shard of an array have the same values.
 
-Nothing in JAX keeps them equal: a process with another learning rate, or a device that computes
-wrongly, changes its own copy, and the run goes on with models that drift apart.
+Nothing in JAX keeps them equal: a process with a different learning rate, or a faulty device,
+changes its own replica, and the run continues with models that drift apart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ReplicasDiffer(RuntimeError):
 
     Attributes:
         path: the first array that differs.
-        devices: the devices whose copy differs from the others'.
+        devices: the devices whose replica differs from the others.
     """
 
     path: str = ""
@@ -38,10 +38,10 @@ class ReplicasDiffer(RuntimeError):
 
 
 class Replicas:
-    """Compares the replicas of a state, by one small program that is compiled once."""
+    """Compares the replicas of a state with one small program that is compiled once."""
 
     def __init__(self, state: TrainState):
-        """Picks the arrays of which there is more than one copy."""
+        """Picks the arrays that have more than one replica."""
         arrays = _replicated(state)
         self._names = list(arrays)
         shardings: list[Any] = [x.sharding for x in arrays.values()]
@@ -51,10 +51,10 @@ class Replicas:
         self._differ = jax.jit(self._on_mesh(self._compare, P()))
 
     def check(self, state: TrainState, step: int) -> None:
-        """Waits for the devices, and compares.
+        """Waits for the devices, and compares the replicas.
 
         Raises:
-            ReplicasDiffer: two copies differ; on all processes.
+            ReplicasDiffer: two replicas differ; raised on all processes.
         """
         if not self._names:
             return
@@ -69,8 +69,8 @@ class Replicas:
         more = ", …" if len(odd) > 4 else ""
         rest = f" (and {wrong.size - 1} more arrays)" if wrong.size > 1 else ""
         error = ReplicasDiffer(
-            f"the copies of {self._names[first]}{rest} differ after step {step}: {shown}{more} "
-            f"has other values than the other devices"
+            f"the replicas of {self._names[first]}{rest} differ after step {step}: {shown}{more} "
+            f"{'have' if len(odd) > 1 else 'has'} different values from the other devices"
         )
         error.path, error.devices = self._names[first], odd
         raise error
@@ -93,7 +93,7 @@ class Replicas:
         )
 
     def _odd_devices(self, index: int, array: jax.Array) -> tuple[Any, ...]:
-        """Returns the devices whose part of an array is not that of most of its copies."""
+        """Returns the devices whose shard differs from most of its replicas."""
         every = P(self._mesh.axis_names)
         each = jax.shard_map(
             lambda part: _part_hash(part)[None],
@@ -130,7 +130,7 @@ def _unused(spec: P, mesh: Any) -> tuple[str, ...]:
 
 
 def _part_hash(part: jax.Array) -> jax.Array:
-    """Returns a hash of what one device holds: of each word with its place, mixed and summed."""
+    """Returns a hash of one device's shard: each word is mixed with its position, then summed."""
     words = jnp.concatenate([word.reshape(-1) for word in words_of(part)])
     mixed = words ^ (jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))
     for shift, odd in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):

@@ -1,4 +1,4 @@
-"""Signals: a run that is asked to stop finishes its step first, on all processes at once."""
+"""Signals: a run that is asked to stop finishes the current step, the same on all processes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .._base import public
 
 @public
 class Stopped(SystemExit):
-    """A run was asked to stop by a signal, and did so after a whole step.
+    """A run was stopped by a signal, after completing a step.
 
-    Uncaught, it ends the process with the status that the signal means (143 for SIGTERM).
+    If uncaught, it ends the process with the signal's exit status (143 for SIGTERM).
 
     Attributes:
-        step: the last step that was taken.
+        step: the last completed step.
         signal: the signal's name.
         status: the exit status.
     """
 
     def __init__(self, step: int, number: int):
-        """Keeps the step and the signal."""
+        """Stores the step and the signal."""
         self.status = 128 + number
         super().__init__(self.status)
         self.step, self.signal = step, signal.Signals(number).name
@@ -39,46 +39,46 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """While entered, SIGTERM and SIGINT are noted, and SIGUSR1 asks for a profile.
+    """A context in which SIGTERM and SIGINT are recorded, and SIGUSR1 requests a profile.
 
-    A second SIGINT interrupts at once. Outside the main thread, where Python takes no signals,
-    nothing is changed.
+    A second SIGINT interrupts at once. Outside the main thread, where Python cannot handle
+    signals, nothing changes.
 
     Attributes:
-        profile: whether a profile was asked for; the reader sets it back.
+        profile: whether a profile was requested; the reader resets it.
     """
 
     def __init__(self, mesh: Mesh):
-        """Takes no signal yet."""
+        """Installs no handlers yet."""
         self.profile = False
         self._seen = 0
         self._before: dict[int, Any] = {}
         self._agree = Agreement(mesh) if jax.process_count() > 1 else None
 
     def __enter__(self) -> Stopping:
-        """Takes the signals."""
+        """Installs the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Gives them back, when what the processes still tell each other has arrived."""
+        """Restores the previous handlers, after pending messages between processes have arrived."""
         if self._agree is not None and (error[0] is None or issubclass(error[0], Stopped)):
             self._agree.settle()
         for number, handler in self._before.items():
-            # None stands for a handler that was not set from Python and cannot be put back.
+            # None is a handler that was not installed from Python and cannot be restored.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     @property
     def noted(self) -> int:
-        """The signal that this process got, or 0."""
+        """The signal that this process received, or 0."""
         return self._seen
 
     def asked(self) -> int:
-        """Returns the signal that was noted, or 0; on many processes the same on all of them.
+        """Returns the recorded signal, or 0; the same on all processes.
 
-        Called once a step: every process learns at the same step that one of them was asked.
+        Called once per step, so that all processes learn of a signal at the same step.
         """
         return self._seen if self._agree is None else self._agree.highest(self._seen)
 
@@ -92,7 +92,7 @@ class Stopping:
 
 
 class Agreement:
-    """The highest number that any process has given, some steps late and without waiting."""
+    """The maximum of a number over all processes, a few steps late and without waiting."""
 
     def __init__(self, mesh: Mesh):
         """Compiles nothing yet."""
@@ -104,14 +104,14 @@ class Agreement:
         self._pending: list[jax.Array] = []
 
     def highest(self, mine: int) -> int:
-        """Returns the highest number of two calls ago, or 0; all processes call it alike."""
+        """Returns the maximum from two calls ago, or 0; all processes must call it together."""
         local = np.full(len(self._each.addressable_devices), mine, "int32")
-        given = jax.make_array_from_process_local_data(self._each, local, self._shape)
-        self._pending.append(self._highest(given))
-        # Two steps late, on every process alike: the devices need not be waited for.
+        values = jax.make_array_from_process_local_data(self._each, local, self._shape)
+        self._pending.append(self._highest(values))
+        # Two steps late on every process, so that nothing waits for the devices.
         return int(np.asarray(self._pending.pop(0))) if len(self._pending) > 2 else 0
 
     def settle(self) -> None:
-        """Waits for what is under way: a process must not end in the middle of a collective."""
+        """Waits for pending work: a process must not exit in the middle of a collective."""
         jax.block_until_ready(self._pending)
         self._pending.clear()

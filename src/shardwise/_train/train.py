@@ -1,4 +1,4 @@
-"""Training: the state in its shards, and the step jitted once."""
+"""Training: the initial state in its shards, and the jitted step."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from .._step import (
     named_arrays,
     require_batch,
     require_integers,
+    row_bounds,
     show_array,
-    whole_rows,
 )
 
 
 @public
 def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainState:
-    """Returns the state before the first step, initialised straight into its shards.
+    """Returns the state before the first step, initialised directly in its shards.
 
     Args:
         recipe: the recipe.
-        layout: the layout of its model, on a mesh of devices that are here; the optimizer's
-            state is laid out by `layout.for_optimizer`.
-        model: weights to begin with, which are copied into their shards: a model with arrays, its
-            state, or a dict of arrays by dotted path. Every variable of the model must be there,
-            of the same shape and dtype; take the others from a new state, as in
-            `{**sw.train_state(recipe, layout).model, **mine}`. On many processes each gives the
-            same. Without it, the recipe's model is initialised.
+        layout: the layout of its model, on a mesh of available devices; the optimizer's state has the
+            layout `layout.for_optimizer`.
+        model: initial weights, which are copied into their shards: a model with arrays, its state,
+            or a dict of arrays by dotted path. Every variable of the model must be included, with
+            the same shape and dtype; take missing ones from a new state, as in
+            `{**sw.train_state(recipe, layout).model, **mine}`. All processes must pass the same
+            weights. By default, the recipe's model is initialised.
 
     Raises:
-        LayoutError: the layout has errors, or is not of this model, or the given weights are not;
-            nothing was allocated.
+        LayoutError: the layout has errors, or the layout or the weights do not match the model;
+            nothing is allocated.
 
     Example:
         >>> import jax, optax, shardwise as sw
@@ -65,11 +65,11 @@ def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainSt
 
 
 def given_arrays(model: Any, blueprint: Blueprint) -> dict[str, Any]:
-    """Returns the arrays of a model, of a state, or of a dict by path; none is moved yet.
+    """Returns the arrays of a model, a state, or a dict, by path; nothing is moved yet.
 
     Raises:
-        LayoutError: they are not those of the blueprint's model; every difference is a finding.
-        ValueError: it is none of these, or abstract.
+        LayoutError: they do not match the blueprint's model; every difference is a finding.
+        ValueError: `model` is none of these, or abstract.
     """
     if isinstance(model, nnx.Module):
         model = nnx.split(model)[1]
@@ -80,20 +80,20 @@ def given_arrays(model: Any, blueprint: Blueprint) -> dict[str, Any]:
         live = dict(keyed_leaves(model))
     else:
         raise ValueError(
-            f"model is a {type(model).__name__}: give a model with arrays, its nnx.State, or a "
+            f"model has type {type(model).__name__}: give a model with arrays, its nnx.State, or a "
             f"dict of arrays by dotted path, such as state.model"
         )
     for keys, x in live.items():
         if isinstance(x, jax.ShapeDtypeStruct) or not hasattr(x, "dtype"):
             raise ValueError(
-                f"{show_path(keys)} of the given model is a {type(x).__name__}, which has no "
-                f"values to begin with: give arrays"
+                f"{show_path(keys)} of the given model has type {type(x).__name__}, which has no "
+                f"values: give arrays"
             )
     require_match(
         blueprint.layout,
         live,
         "give every array of the recipe's model; {**sw.train_state(recipe, layout).model, **weights} "
-        "takes those that the weights lack from an initialised one",
+        "initialises those that the weights do not include",
     )
     return {path: live[keys] for path, keys in planned.items()}
 
@@ -106,24 +106,24 @@ def _by_path(arrays: Mapping[Any, Any], keys: tuple[Any, ...] = ()) -> Iterator[
         elif keys or not isinstance(key, str):
             yield show_path((*keys, key)), value
         else:
-            yield key, value  # a path already
+            yield key, value  # already a path
 
 
 def begin(blueprint: Blueprint, given: Mapping[str, Any] | None = None) -> TrainState:
-    """Returns the state before the first step, of given arrays or of initialised ones."""
+    """Returns the state before the first step, from given or newly initialised arrays."""
     with own_mesh(blueprint.layout.mesh):
         if given is None:
-            made = initialise(blueprint.model, blueprint.layout)
+            initial = initialise(blueprint.model, blueprint.layout)
             paths = (leaf.path for leaf in blueprint.layout.leaves)
-            arrays = dict(zip(paths, jax.tree.leaves(made), strict=True))
+            arrays = dict(zip(paths, jax.tree.leaves(initial), strict=True))
         else:
-            places = blueprint.shardings.model
-            arrays = {path: _copied(x, places[path]) for path, x in given.items()}
+            shardings = blueprint.shardings.model
+            arrays = {path: _copied(x, shardings[path]) for path, x in given.items()}
         return _begin(blueprint, arrays)
 
 
 def _copied(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Returns an array in its shards that shares no buffer: the first step gives them away."""
+    """Returns a sharded copy that shares no buffers, since the first step donates them."""
     placed = put_anywhere(x, sharding)
     if not isinstance(x, jax.Array):
         return placed
@@ -135,7 +135,7 @@ def _copied(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def _begin(blueprint: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
     recipe = blueprint.recipe
-    # Weak types would make the second step another program.
+    # Weak types would make the second step compile again.
     model = {
         path: array.astype(array.dtype) if getattr(array, "weak_type", False) else array
         for path, array in arrays.items()
@@ -144,14 +144,14 @@ def _begin(blueprint: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
     def begin(trained: dict[str, Any]) -> Any:
         return (
             blueprint.flat_optimizer(recipe.optimizer.init(blueprint.as_parameters(trained))),
-            # A copy: the step gives the buffers of both away.
+            # A copy, since the step donates the buffers of both.
             {path: jnp.copy(trained[path]) for path in blueprint.shardings.ema},
             jnp.zeros((), "int32"),
         )
 
-    places = (blueprint.shardings.optimizer, blueprint.shardings.ema, blueprint.shardings.step)
+    shardings = (blueprint.shardings.optimizer, blueprint.shardings.ema, blueprint.shardings.step)
     trained = {path: model[path] for path in blueprint.trained}
-    optimizer, ema, step = jax.jit(begin, out_shardings=places)(trained)
+    optimizer, ema, step = jax.jit(begin, out_shardings=shardings)(trained)
     return TrainState(step, model, optimizer, ema)
 
 
@@ -159,11 +159,11 @@ def _begin(blueprint: Blueprint, arrays: Mapping[str, jax.Array]) -> TrainState:
 class Step:
     """A training step: `step(state, batch) -> (state, metrics)`. Made by `sw.train_step`.
 
-    The state that is given is used up: its buffers are those of the state that comes back.
+    The given state is donated: its buffers are reused for the returned state.
 
     Attributes:
-        blueprint: what the step is made of.
-        jitted: the step as `jax.jit` made it, for `lower` and `compile`.
+        blueprint: what the step is built from.
+        jitted: the jitted step, for `lower` and `compile`.
     """
 
     def __init__(self, blueprint: Blueprint):
@@ -177,11 +177,11 @@ class Step:
         """Returns the state after the step, and the metrics.
 
         Raises:
-            ValueError: the batch is not the recipe's, or the state not of this recipe; nothing
-                was compiled or changed.
+            ValueError: the batch or the state does not match the recipe; nothing is compiled or
+                changed.
         """
         batch = self._put(batch)
-        # JAX 0.10 ends the process on a buffer that was given away.
+        # JAX 0.10 aborts the process if a donated buffer is passed.
         if not isinstance(state, TrainState) or state.step.is_deleted():
             require_state(state, self.blueprint)
         try:
@@ -190,7 +190,7 @@ class Step:
             with own_mesh(self.blueprint.layout.mesh):
                 return self.jitted(state, batch)
         except (TypeError, ValueError):
-            # JAX's own words for these name no leaf; it checks them anyway, so we look only now.
+            # JAX's own messages for these do not name the leaf; JAX checks anyway, so we only do so now.
             require_state(state, self.blueprint)
             raise
 
@@ -200,11 +200,11 @@ def train_step(recipe: Recipe, layout: Layout) -> Step:
     """Returns the recipe's training step on this layout: `step(state, batch) -> (state, metrics)`.
 
     `metrics["loss"]` is the loss before the update. The step is jitted once, with the layout's
-    shardings on both sides and the state's buffers reused. A batch may be host arrays (the whole
-    batch, or on many processes each one's own part), or arrays on devices.
+    shardings for inputs and outputs, and the state's buffers donated. A batch may be host arrays
+    (the full batch or, with several processes, each one's part) or arrays on devices.
 
     Raises:
-        LayoutError: the layout has errors, or is not of this model.
+        LayoutError: the layout has errors, or belongs to another model.
 
     Example:
         >>> import jax, numpy as np, optax, shardwise as sw
@@ -224,11 +224,11 @@ def train_step(recipe: Recipe, layout: Layout) -> Step:
 
 
 class Putter:
-    """Places batches as the blueprint says: `put(batch)`."""
+    """Places batches according to the blueprint: `put(batch)`."""
 
     def __init__(self, blueprint: Blueprint, bounds: Sequence[Bound] = ()):
-        """Works out what one process holds of a batch."""
-        self.bounds = whole_rows(bounds, blueprint.batch)
+        """Computes which part of a batch this process holds."""
+        self.bounds = row_bounds(bounds, blueprint.batch)
         self.planned = blueprint.batch
         self.given = blueprint.recipe.batch
         flat, self.treedef = jax.tree.flatten(self.planned)
@@ -261,17 +261,16 @@ class Putter:
         return jax.tree.unflatten(treedef, placed)
 
     def _require_integers(self, flat: list[Any]) -> None:
-        """Refuses integers that would change, also in a part of the batch or beside device arrays.
+        """Raises if integers would change, also in one process's part or beside device arrays.
 
-        Which samples a part has is not known here, so that what it looks up is checked in whole
-        batches only.
+        Which samples a part has is not known here, so lookups are checked in full batches only.
         """
-        whole = all(
+        is_full = all(
             isinstance(x, np.ndarray) and x.shape == shape
             for x, (shape, _, _) in zip(flat, self.expected, strict=True)
         )
         batch = jax.tree.unflatten(self.treedef, flat)
-        require_integers(batch, self.planned, self.bounds if whole else (), lambda row: row)
+        require_integers(batch, self.planned, self.bounds if is_full else (), lambda row: row)
 
     def _place(self, x: Any, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
         if not self.many or (isinstance(x, jax.Array) and not x.is_fully_addressable):
@@ -283,15 +282,17 @@ class Putter:
 
 
 def require_state(state: Any, blueprint: Blueprint) -> None:
-    """Refuses what is no state of this blueprint; the first differences are named."""
+    """Raises if a state does not match the blueprint; the message names the first differences."""
     if not isinstance(state, TrainState):
-        raise ValueError(f"the state is a {type(state).__name__}: sw.train_state makes one")
+        raise ValueError(
+            f"the state has type {type(state).__name__}: create one with sw.train_state"
+        )
     wanted, got = (
         {show_array(name): x for name, x in named_arrays(each).items()}
         for each in (blueprint.abstract, state)
     )
     wrong = [f"{name} is missing" for name in wanted if name not in got]
-    wrong += [f"{name} is not the recipe's" for name in got if name not in wanted]
+    wrong += [f"{name} is not in the recipe" for name in got if name not in wanted]
     for name in (name for name in wanted if name in got):
         want, have = wanted[name], got[name]
         if tuple(have.shape) != want.shape or have.dtype != want.dtype:
@@ -299,15 +300,15 @@ def require_state(state: Any, blueprint: Blueprint) -> None:
                 f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}"
             )
         elif getattr(have, "is_deleted", bool)():
-            wrong.append(f"{name} was used up by an earlier step")
+            wrong.append(f"{name} was donated to an earlier step")
         elif not have.sharding.is_equivalent_to(want.sharding, len(want.shape)):
             wrong.append(
-                f"{name} lies as {have.sharding.spec} on {show_mesh(have.sharding.mesh)}, wanted "
+                f"{name} has sharding {have.sharding.spec} on {show_mesh(have.sharding.mesh)}, wanted "
                 f"{want.sharding.spec} on {show_mesh(want.sharding.mesh)}"
             )
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the state is not one for this step: {'; '.join(wrong[:3])}{more}")
+        raise ValueError(f"the state does not match this step: {'; '.join(wrong[:3])}{more}")
 
 
 def _local_shape(leaf: Any) -> tuple[int, ...]:
