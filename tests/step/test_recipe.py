@@ -401,8 +401,11 @@ LOSSES = {
     "nothing": (lambda m, b: None, "returned a value of type NoneType"),
     "integer": (lambda m, b: jnp.sum(b["x"] > 0), "int32"),
     "three": (lambda m, b: (loss(m, b), {}, 1), "must return a scalar, or a scalar and a dict"),
-    "list": (lambda m, b: (loss(m, b), [1]), "returned a list as metrics: return a dict of names"),
-    "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned one named 'loss' as metrics"),
+    "list": (
+        lambda m, b: (loss(m, b), [1]),
+        "returned metrics of type list: return a dict of names",
+    ),
+    "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned a metric named 'loss', which is"),
 }
 
 

@@ -425,6 +425,10 @@ def _require_scalar(loss: Any, metrics: Any, *more: Any) -> None:
         )
     if not isinstance(metrics, dict):
         raise ValueError(
-            f"the recipe's loss returned {got} as metrics: return a dict of names and values, "
-            f"without 'loss'"
+            f"the recipe's loss returned metrics of type {type(metrics).__name__}: return a dict of "
+            f"names and values"
+        )
+    if "loss" in metrics:
+        raise ValueError(
+            "the recipe's loss returned a metric named 'loss', which is the loss itself: rename it"
         )
