@@ -309,19 +309,19 @@ def test_an_impossible_topology(on, axes, told, monkeypatch):
 
 
 def test_a_compiler_that_is_not_installed(monkeypatch):
-    real = installed._version
+    real = installed.version_of
     planned = layout_of("data=4", "dp", on="v5e:2x2")
-    monkeypatch.setattr(installed, "_version", lambda n: None if n == "libtpu" else real(n))
+    monkeypatch.setattr(installed, "version_of", lambda n: None if n == "libtpu" else real(n))
     with pytest.raises(ValueError, match=r'not installed: pip install "shardwise\[tpu\]"$'):
         sw.compile(recipe(), planned)
-    monkeypatch.setattr(installed, "_version", lambda n: "0.0.1" if n == "libtpu" else real(n))
+    monkeypatch.setattr(installed, "version_of", lambda n: "0.0.1" if n == "libtpu" else real(n))
     with pytest.raises(ValueError, match=r'but 0\.0\.1 is installed: pip install "jax\[tpu\]==\d'):
         sw.compile(recipe(), planned)
     planned = layout_of("data=4", "dp", on="h100:1x4")
-    monkeypatch.setattr(installed, "_version", lambda n: None if "cuda" in n else real(n))
+    monkeypatch.setattr(installed, "version_of", lambda n: None if "cuda" in n else real(n))
     with pytest.raises(ValueError, match=r'not installed: pip install "shardwise\[gpu\]"$'):
         sw.compile(recipe(), planned)
-    monkeypatch.setattr(installed, "_version", lambda n: "0.1" if "pjrt" in n else real(n))
+    monkeypatch.setattr(installed, "version_of", lambda n: "0.1" if "pjrt" in n else real(n))
     with pytest.raises(
         ValueError, match=r"jax-cuda13-pjrt .*, the version of jaxlib, but it is 0\.1"
     ):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from packaging.version import Version
 from schemas import validate
 
 from shardwise import _jax
@@ -27,10 +28,11 @@ def test_everything_in_the_table_is_here() -> None:
     assert [row for row in private.probe() if row.problem] == []
 
 
-def test_the_versions_that_are_tested_are_those_that_are_installed_here() -> None:
-    """The CI runs this with the oldest and the newest, each of which must be in the table."""
+def test_the_versions_in_the_table_are_those_that_are_tested() -> None:
+    """Here is one of them, or a release since, which `shardwise doctor` then calls untested."""
     for name, versions in private.TESTED.items():
-        assert importlib.metadata.version(name) in versions
+        installed = importlib.metadata.version(name)
+        assert installed in versions or Version(installed) > Version(versions[-1]), name
 
 
 def _names(tree: ast.AST):

@@ -11,6 +11,12 @@ ONCE = {
         "test_jax_is_not_imported_before_it_is_needed",
         "test_version",
     ),
+    "checkpoint/test_faults.py": (
+        "test_a_checkpoint_of_format_1",
+        "test_a_flipped_bit_is_reported_with_the_name_of_the_array",
+    ),
+    "cli/test_cli_run.py": ("test_demo_shows_a_whole_run",),
+    "cli/test_names.py": ("test_a_failed_import_names_the_file_that_was_passed_over",),
     "cli/test_compile_cli.py": (
         "test_what_fits_has_status_0_as_text_as_json_and_saved",
         "test_plan_compiles_too",
@@ -24,6 +30,7 @@ ONCE = {
     "compile/test_compile_cache.py": ("test_a_damaged_entry_is_not_read_and_is_replaced",),
     "learn/test_exercises.py": ("test_a_correct_solution_passes", "test_a_lesson_passes"),
     "learn/test_learn.py": ("test_blocks_print_what_they_show[training]",),
+    "package/test_readme.py": ("test_both_sides_of_the_diff_place_the_same_kernels",),
     "package/test_docs.py": ("test_blocks_print_what_they_show[index]",),
     # `.ci/run` installs the package and runs `shardwise demo`, as the README says, on the other one.
     "package/test_wheel.py": (),

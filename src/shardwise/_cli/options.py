@@ -107,7 +107,8 @@ BatchOption = Annotated[
     typer.Option(
         "--batch",
         metavar="SIZES",
-        help="The leading dims of the batch, such as 256 or 256x4096 (sequences x tokens).",
+        help="The leading dims of the batch, such as 256 or 256x4096 (sequences x tokens). Published "
+        "shapes default to 8 sequences of 2,048 tokens, or as many as the mesh has devices.",
         rich_help_panel=STEP,
     ),
 ]
@@ -233,7 +234,9 @@ def _lay_out(
     logical = file.logical if file is not None else None
     if is_named(target):
         policy = remat or "nothing_saveable"
-        found: Any = named_recipe(target, sizes, None if policy == "none" else policy)
+        found: Any = named_recipe(
+            target, sizes, None if policy == "none" else policy, devices=device_mesh.size
+        )
         # Its model takes the batch unchanged, so it can always be traced.
         shapes = shapes or (found.batch,)
     else:

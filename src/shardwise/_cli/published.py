@@ -17,7 +17,7 @@ from flax import nnx
 from .._nnx import Recipe, remat_policy
 from ..models import CONFIGS, Decoder, next_token_loss
 
-_DEFAULT_BATCH = (8, 2048)
+_SEQUENCES, _TOKENS = 8, 2048  # without --batch
 
 
 def is_named(target: str) -> bool:
@@ -45,7 +45,11 @@ def _make(name: str, remat: str | None = None) -> nnx.Module:
 
 
 def named_recipe(
-    name: str, batch: tuple[int, ...] | None, remat: str | None = "nothing_saveable"
+    name: str,
+    batch: tuple[int, ...] | None,
+    remat: str | None = "nothing_saveable",
+    *,
+    devices: int = 1,
 ) -> Recipe:
     """Returns a recipe for a published shape: AdamW, bfloat16 compute, float32 parameters.
 
@@ -54,8 +58,9 @@ def named_recipe(
         batch: the number of sequences, and of tokens in each.
         remat: the policy of `jax.checkpoint_policies` for each block; None for no
             rematerialisation.
+        devices: how many the mesh has: without a batch, the number of sequences is a multiple of it.
     """
-    sizes = batch or _DEFAULT_BATCH
+    sizes = batch or (-(-_SEQUENCES // devices) * devices, _TOKENS)
     if len(sizes) != 2:
         raise ValueError(
             f"--batch {'x'.join(map(str, sizes))}: {name} takes sequences x tokens, such as 256x4096"
