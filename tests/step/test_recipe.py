@@ -405,6 +405,10 @@ LOSSES = {
         lambda m, b: (loss(m, b), [1]),
         "returned metrics of type list: return a dict of names",
     ),
+    "logits": (
+        lambda m, b: (loss(m, b), m(b["x"])),
+        "returned metrics of shape (16, 16): return a dict of names",
+    ),
     "named": (lambda m, b: (loss(m, b), {"loss": 1}), "returned a metric named 'loss', which is"),
 }
 

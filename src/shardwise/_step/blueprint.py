@@ -424,9 +424,10 @@ def _require_scalar(loss: Any, metrics: Any, *more: Any) -> None:
             f"dict of metrics; take the mean over samples"
         )
     if not isinstance(metrics, dict):
+        shape = getattr(metrics, "shape", None)
+        kind = f"type {type(metrics).__name__}" if shape is None else f"shape {shape}"
         raise ValueError(
-            f"the recipe's loss returned metrics of type {type(metrics).__name__}: return a dict of "
-            f"names and values"
+            f"the recipe's loss returned metrics of {kind}: return a dict of names and values"
         )
     if "loss" in metrics:
         raise ValueError(
