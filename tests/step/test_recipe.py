@@ -413,6 +413,34 @@ LOSSES = {
 }
 
 
+ARGUMENTS = {
+    "rngs without a seed": (
+        lambda model, batch, rngs: 0.0,
+        None,
+        "called as loss(model, batch), but its arguments are (model, batch, rngs): give the recipe "
+        "rngs=0, for a third argument",
+    ),
+    "a seed without rngs": (
+        lambda model, batch: 0.0,
+        0,
+        "called as loss(model, batch, rngs), but its arguments are (model, batch): leave out rngs=, "
+        "or add the argument",
+    ),
+    "one argument": (
+        lambda model: 0.0,
+        None,
+        "but its arguments are (model): it must take a model and a batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_losses_of_other_arguments(case):
+    given, seed, words = ARGUMENTS[case]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        recipe(loss=given, rngs=seed)
+
+
 @pytest.mark.parametrize("case", LOSSES)
 def test_losses_that_are_refused(case):
     given, words = LOSSES[case]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -166,9 +167,15 @@ def shard_bytes(tree: Any) -> int:
 
 
 def traced(job: Job) -> Any:
+    with explained_tracing(), quick_tracing():
+        return job.jitted.trace(*job.arguments)
+
+
+@contextlib.contextmanager
+def explained_tracing() -> Iterator[None]:
+    """Raises what user code raises while a step is traced as a ValueError with the user's lines."""
     try:
-        with quick_tracing():
-            return job.jitted.trace(*job.arguments)
+        yield
     except LayoutError:
         raise
     except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._base import public
-from .._jax import show_value
+from .._jax import shorten, show_value
 
 Remat = str | Callable[..., Any]
 
@@ -112,6 +113,7 @@ class Recipe:
             raise ValueError(
                 f"a recipe's rngs must be an integer seed, got {show_value(self.rngs)}"
             )
+        self._require_arguments()
         if self.compute_dtype is not None:
             try:
                 floating = jnp.issubdtype(jnp.dtype(self.compute_dtype), jnp.floating)
@@ -126,6 +128,28 @@ class Recipe:
             if policy is not None:
                 remat_policy(policy)
 
+    def _require_arguments(self) -> None:
+        """Raises if the loss cannot be called with what a step gives it."""
+        try:
+            signature = inspect.signature(self.loss)
+        except (TypeError, ValueError):
+            return  # it has none, like some functions that are written in C
+        two, three = ("model", "batch"), ("model", "batch", "rngs")
+        names, others = (two, three) if self.rngs is None else (three, two)
+        if _takes(signature, names):
+            return
+        hint = "it must take a model and a batch"
+        if _takes(signature, others):
+            hint = (
+                "give the recipe rngs=0, for a third argument"
+                if self.rngs is None
+                else "leave out rngs=, or add the argument"
+            )
+        raise ValueError(
+            f"a recipe's loss is called as loss({', '.join(names)}), but its arguments are "
+            f"{shorten(str(signature))}: {hint}"
+        )
+
     def _require_divisible(self) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if leaf.shape and leaf.shape[0] % self.accumulate:
@@ -133,6 +157,14 @@ class Recipe:
                     f"accumulate={self.accumulate} cannot split batch{jax.tree_util.keystr(path)} "
                     f"of shape {tuple(leaf.shape)}: dim 0 (size {leaf.shape[0]}) is not divisible"
                 )
+
+
+def _takes(signature: inspect.Signature, names: tuple[str, ...]) -> bool:
+    try:
+        signature.bind(*names)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_number(x: Any) -> bool:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import either, public, working
 from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check
+from .._compile import explained_tracing
 from .._layout import Layout
 from .._nnx import Recipe
 from .._place import own_mesh, require_mesh
@@ -134,7 +135,7 @@ def fit(
         if checkpoints is not None and (not saved or saved[-1] < steps):
             with together("preparing the checkpoints"):
                 checkpoints.require_writable()
-        with together("tracing the step"):
+        with together("tracing the step"), explained_tracing():
             # Traced only once: the first step finds it in JAX's cache.
             traced = step.jitted.trace(blueprint.abstract, blueprint.batch).jaxpr
             bounds = index_bounds(traced, len(jax.tree.leaves(blueprint.batch)))
