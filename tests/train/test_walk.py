@@ -1,5 +1,7 @@
 """Work done once per run: the model is traced, and the layout checked and matched, only once."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import optax
@@ -77,3 +79,16 @@ def test_init_traces_and_checks_once(counted):
     reset(counted)
     sw.init(recipe.model, layout)
     assert reset(counted) == {"traces": 1, "checks": 1, "matches": 1, "losses": 0}
+
+
+def test_what_a_loss_raises_is_shown_with_the_users_line(counted):
+    def loss(model, batch):
+        return float(model(batch["x"]).mean())
+
+    recipe = dataclasses.replace(recipe_of(counted), loss=loss)
+    layout = sw.layout(recipe.model, sw.mesh("data=8", on="cpu:8"), "fsdp")
+    with pytest.raises(ValueError, match="^the step cannot be traced:") as caught:
+        sw.fit(recipe, layout, [{"x": np.ones((16, 8), "float32")}], steps=1, show=False)
+    lines = str(caught.value).splitlines()
+    assert "test_walk.py" in lines[1] and "float(" in lines[2]
+    assert not any("site-packages" in line or "_step" in line for line in lines)

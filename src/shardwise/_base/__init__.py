@@ -11,6 +11,7 @@ from .frames import is_ours as is_ours
 from .frames import is_users as is_users
 from .frames import line_of as line_of
 from .frames import show_line as show_line
+from .frames import user_traceback as user_traceback
 from .frames import users_line as users_line
 from .loading import add_folder as add_folder
 from .loading import beside as beside

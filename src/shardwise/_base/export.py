@@ -1,4 +1,4 @@
-"""Where a public name says that it lives: in the package that users import it from."""
+"""Makes a public name report the package that users import it from as its module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def public(thing: T) -> T:
-    """Returns a class or function, which from now on names its public package as its module.
+    """Returns the class or function, with its public package as its `__module__`.
 
     Tracebacks, reprs and pickles then say `shardwise.LayoutError`, and files inside can move. It is
     the outermost decorator, because a dataclass looks its annotations up in the module of its file.
@@ -18,16 +18,16 @@ def public(thing: T) -> T:
     """
     inside = thing.__module__
     if isinstance(thing, type):
-        # Or they would be looked up in the public package, which lacks the names of the file.
+        # Otherwise they would be evaluated in the public package, which lacks the file's names.
         own = vars(thing).get("__annotations__", {})
-        own |= {name: _held(hint, inside) for name, hint in own.items()}
+        own |= {name: _evaluated_in(inside, hint) for name, hint in own.items()}
     thing.__module__ = inside.partition("._")[0]
     if "__firstlineno__" in vars(thing):
-        # A line of that file, which Python 3.13 would look for in the public package.
+        # A line number in the file, which Python 3.13 would look up in the public package.
         delattr(thing, "__firstlineno__")
     return thing
 
 
-def _held(hint: Any, module: str) -> Any:
+def _evaluated_in(module: str, hint: Any) -> Any:
     """Returns an annotation that `typing.get_type_hints` evaluates in the module it was written in."""
     return ForwardRef(hint, module=module, is_class=True) if isinstance(hint, str) else hint

@@ -58,3 +58,13 @@ def show_line(file: str, line: int | None) -> str:
     if below.startswith(".."):
         below = os.sep.join(path.split(os.sep)[-2:])
     return f"{below}:{line}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """Returns a traceback cut to the user's own frames."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    parts = traceback.format_list(frames) + traceback.format_exception_only(error)
+    lines = "".join(parts).rstrip().splitlines()
+    text = "\n".join(line for line in lines if line.strip(" ^~"))
+    # JAX appends a note on where to find its own frames, which are not the user's.
+    return text.partition("\n--------------------")[0]

@@ -18,9 +18,9 @@ _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 def add_folder(folder: str) -> None:
     """Lets modules in a folder be imported, where nothing installed has their name.
 
-    It comes last on the path, though Python puts a script's own folder first: by now packages
-    are imported that import others when they are used, and a `types.py` or an `optax.py` of the
-    user's would take the place of theirs.
+    It goes last on the path, although Python puts a script's own folder first: packages that are
+    already imported import others lazily, and a `types.py` or `optax.py` of the user's would take
+    the place of theirs.
     """
     folder = os.path.realpath(folder)
     if folder not in map(os.path.realpath, sys.path):
@@ -30,9 +30,8 @@ def add_folder(folder: str) -> None:
 def load_file(path: str) -> ModuleType:
     """Returns the module that a user's file is; modules beside it can be imported.
 
-    A file that is called like an installed package or a module of Python's, such as `flax.py`,
-    becomes a module of another name, `flax_file`, by which its classes can be pickled and their
-    source be found.
+    A file with the name of an installed package or a standard module, such as `flax.py`, becomes a
+    module of another name, `flax_file`, so that its classes can be pickled and their source found.
 
     Args:
         path: the file.
@@ -69,10 +68,10 @@ def _is_taken(name: str, path: str) -> bool:
 
 
 def shadowed(folder: str) -> Iterator[tuple[str, str, str]]:
-    """Yields the imports in a folder's modules which found something else than the file beside.
+    """Yields imports in a folder's modules that did not find the file beside them.
 
-    Each as the file that imports, the file beside it that was passed over, and the file that was
-    found. To be asked when all is imported, or importing has failed.
+    Each is the importing file, the file beside it that was passed over, and the file that was found.
+    Call it after everything is imported, or after importing has failed.
     """
     folder = os.path.realpath(folder)
     for module in list(sys.modules.values()):

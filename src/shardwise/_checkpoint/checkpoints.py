@@ -35,12 +35,12 @@ from .writer_lock import LOCK, Taken, WriterLock
 if TYPE_CHECKING:
     from .orbax import Writer
 
-# Which steps are there, which are kept and what is swept is decided here, over Orbax's
-# `AsyncCheckpointer`, and not by its `CheckpointManager`. That one (0.12.8, tried) makes the
-# directory when it is opened, unless it only reads; takes any folder with a number for a step, an
-# empty one too, and as the newest to resume from; answers `all_steps` from what it saw when it was
-# opened, unless told to read anew; and returns False from `save` for a step that is there or is
-# below the newest, where ours is refused aloud, or saved.
+# Listing, retention and sweeping of steps are done here, on top of Orbax's `AsyncCheckpointer`, and
+# not by its `CheckpointManager`, which (tried with 0.12.8) creates the directory when it is opened,
+# unless it is read-only; takes any numbered folder for a step, even an empty one, and resumes from
+# it if it is the newest; answers `all_steps` from a listing made when it was opened, unless asked to
+# read again; and returns False from `save` for a step that exists or is older than the newest,
+# where ours raises, or saves it.
 _DELETED = ".deleted-"
 
 

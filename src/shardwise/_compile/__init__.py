@@ -5,7 +5,6 @@ from .budget import assert_budget as assert_budget
 from .compare import CompiledDiff as CompiledDiff
 from .compare import diff as diff
 from .compilation import compile as compile
-from .job import explained_tracing as explained_tracing
 from .plan import Plan as Plan
 from .plan import plan_of as plan_of
 from .result import Compiled as Compiled

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,14 +12,15 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import either, is_users
-from .._check import LayoutError, check, matched
+from .._base import either
+from .._check import check, matched
 from .._jax import quick_tracing
 from .._layout import Layout, Method, call_arguments, method_of
 from .._nnx import Recipe, abstract_model, array_bytes
 from .._step import (
     Blueprint,
     data_axes,
+    explained_tracing,
     gathered,
     make_blueprint,
     module_paths,
@@ -169,24 +168,3 @@ def shard_bytes(tree: Any) -> int:
 def traced(job: Job) -> Any:
     with explained_tracing(), quick_tracing():
         return job.jitted.trace(*job.arguments)
-
-
-@contextlib.contextmanager
-def explained_tracing() -> Iterator[None]:
-    """Raises what user code raises while a step is traced as a ValueError with the user's lines."""
-    try:
-        yield
-    except LayoutError:
-        raise
-    except Exception as error:
-        raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
-
-
-def user_traceback(error: BaseException) -> str:
-    """Returns a traceback cut to the user's own frames."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
-    parts = traceback.format_list(frames) + traceback.format_exception_only(error)
-    lines = "".join(parts).rstrip().splitlines()
-    text = "\n".join(line for line in lines if line.strip(" ^~"))
-    # JAX appends a note on where to find its own frames, which are not the user's.
-    return text.partition("\n--------------------")[0]

@@ -1,18 +1,17 @@
-"""The one place for what other packages may move: names of JAX, Flax and Orbax without a promise.
+"""The one place for names of JAX, Flax and Orbax that may move without notice.
 
-Each is looked up when it is used, never at import, so that one that is gone takes only its own
-feature along: planning, checking and reporting need none of them. `probe` says which are gone,
-and `shardwise doctor` prints it. Reached from here are
+Each is looked up when it is used, never at import, so a missing one disables only the feature that
+needs it: planning, checking and reporting need none. `probe` reports which are missing, and
+`shardwise doctor` prints that. The table contains
 
 - private names (`jax._src`, `jaxlib`, a leading underscore) and undocumented ones;
 - `jax.extend`, which is documented, but as an interface "without compatibility guarantees".
 
-Not here: the primitives of a jaxpr and the names of their parameters, which are the data that a
-walk over a program reads, not an interface to import. The walks treat a primitive that they do
-not know as one that tells them nothing. `typer.core`, whose classes Typer documents for
-subclassing, is not here either; nor are `jax.experimental.mesh_utils` and
-`jax.experimental.multihost_utils`, which are documented, and the `Tracer` and `eval_jaxpr` of
-`jax.core`, which stayed public when JAX made the rest of that module private.
+It does not contain primitives and the names of their parameters, which are data that we read from a
+program, not an interface that we import: an unknown primitive is treated as opaque. Nor does it
+contain `typer.core`, whose classes Typer documents for subclassing; `jax.experimental.mesh_utils`
+and `jax.experimental.multihost_utils`, which are documented; or `jax.core.Tracer` and
+`jax.core.eval_jaxpr`, which stayed public when JAX made the rest of that module private.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FEATURES = {
     "jax._src.xla_bridge.backends_are_initialized": _PROCESSES,
     "jax.core.Tracer.sharding": "tracing thousands of layers in linear time",
     "jax.experimental.pallas.ops.tpu.splash_attention": "splash attention in sw.models",
-    "jax.experimental.topologies.get_topology_desc": "sw.compile for chips that are not here",
+    "jax.experimental.topologies.get_topology_desc": "sw.compile for chips you do not have",
     "jax.extend.backend.get_compile_options": _COMPILE,
     "jax.extend.core.JaxprEqn.source_info": "naming your lines in findings and in simulations",
     "jaxlib._jax.LoadedExecutable.get_compiled_memory_stats": _COMPILE,
@@ -67,7 +66,7 @@ class MissingInternal(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Internal:
-    """A name without a promise.
+    """A name that may move without notice.
 
     Attributes:
         name: such as `jax._src.distributed.global_state`.

@@ -7,6 +7,7 @@ from .batch import named_batch as named_batch
 from .batch import require_batch as require_batch
 from .batch import require_integers as require_integers
 from .blueprint import Blueprint as Blueprint
+from .blueprint import explained_tracing as explained_tracing
 from .blueprint import gathered as gathered
 from .blueprint import make_blueprint as make_blueprint
 from .blueprint import on_mesh as on_mesh

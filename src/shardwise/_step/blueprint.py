@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._check import check, matched
+from .._base import user_traceback
+from .._check import LayoutError, check, matched
 from .._jax import show_value
 from .._layout import Layout, require_layout
 from .._mesh import AnyMesh, chips_of, make_spec, padded
@@ -334,6 +335,17 @@ def make_blueprint(recipe: Recipe, layout: Layout) -> Blueprint:
     optimizer = own.for_optimizer(recipe.optimizer, wrt=recipe.wrt)
     structure = jax.tree.structure(parameters)
     return Blueprint(recipe, own, optimizer, abstract, trained, structure)
+
+
+@contextlib.contextmanager
+def explained_tracing() -> Iterator[None]:
+    """Raises what user code raises while a step is traced as a ValueError with the user's lines."""
+    try:
+        yield
+    except LayoutError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the step cannot be traced:\n{user_traceback(error)}") from error
 
 
 @contextlib.contextmanager

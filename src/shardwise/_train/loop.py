@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import either, public, working
 from .._checkpoint import CheckpointError, Checkpoints, digests, flight_check
-from .._compile import explained_tracing
 from .._layout import Layout
 from .._nnx import Recipe
 from .._place import own_mesh, require_mesh
@@ -26,6 +25,7 @@ from .._step import (
     Bound,
     NotFinite,
     TrainState,
+    explained_tracing,
     index_bounds,
     make_blueprint,
     named_arrays,

@@ -190,7 +190,7 @@ def _topology(chips: Chips | None) -> dict[str, Any]:
         # As in the cloud, where the two cores of a chip are one device.
         options["chip_config_name"] = "megacore"
     if chips.platform == "tpu" and math.prod(chips.topology) <= 2:
-        # Older versions must be told that this is less than one host.
+        # Older versions need to know that this is less than one host.
         options["chips_per_host_bounds"] = (*chips.topology, 1)[:3]
     return request
 
