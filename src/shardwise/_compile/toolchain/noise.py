@@ -83,6 +83,10 @@ def start_backends() -> str:
     does not find, both by logging and from C++; `shardwise doctor` needs one line. Starting them
     here keeps the tracing of the user's code from starting them.
     """
+    if not os.path.exists("/dev/nvidiactl"):
+        # Compiling for absent GPUs needs neither a driver nor every library of CUDA, but the plugin
+        # refuses to start when cuDNN's own dependencies are installed and the others are not.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     stream = _ThisThread(sys.stderr)
     with compiler_noise() as noise, contextlib.redirect_stderr(stream):  # pyright: ignore[reportArgumentType] - it has all that is used
         with contextlib.suppress(RuntimeError):  # JAX raises it again when devices are needed

@@ -1,0 +1,169 @@
+"""The recipes of the step-time benchmark: FITTED ones set constants, all others judge them."""
+
+import jax
+import models as own
+import optax
+from flax import nnx
+
+import shardwise as sw
+from shardwise import models
+from shardwise.examples import decoder
+
+BF16 = {"compute_dtype": "bfloat16"}
+
+
+def of(model, loss, *batch, optimizer=None, **options):
+    return sw.Recipe(
+        model=model,
+        loss=loss,
+        optimizer=optimizer or optax.adamw(1e-4),
+        batch=batch[0] if len(batch) == 1 else tuple(batch),
+        **options,
+    )
+
+
+def array(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ints(*shape):
+    return array(shape, "int32")
+
+
+def decoder_of(layers, width, hidden, heads, batch, vocab=32000, config=(), **options):
+    sizes = models.Config(
+        layers=layers, width=width, hidden=hidden, heads=heads, vocab=vocab, **dict(config)
+    )
+    return of(
+        lambda: models.Decoder(sizes, rngs=nnx.Rngs(0)),
+        models.next_token_loss,
+        ints(*batch),
+        **{**BF16, **options},
+    )
+
+
+def vit(batch, size, patch, width, heads, layers, **options):
+    return of(
+        lambda: own.Vit(size, patch, width, heads, layers, 1000, nnx.Rngs(0)),
+        own.classified,
+        array((batch, size, size, 3)),
+        ints(batch),
+        **options,
+    )
+
+
+def mlp(batch, sizes, **options):
+    return of(
+        lambda: own.Mlp(sizes, nnx.Rngs(0)),
+        own.squared,
+        array((batch, sizes[0])),
+        array((batch, sizes[-1])),
+        **options,
+    )
+
+
+def images(model, batch, size, **options):
+    return of(model, own.classified, array((batch, size, size, 3)), ints(batch), **options)
+
+
+RECIPES = {
+    # Decoders of several shapes.
+    "decoder 768, 1k": lambda: decoder_of(6, 768, 3072, 12, (16, 1024)),
+    "decoder 2048, 2k": lambda: decoder_of(4, 2048, 8192, 16, (8, 2048)),
+    "decoder 1024, 256": lambda: decoder_of(6, 1024, 4096, 16, (64, 256)),
+    "decoder 1024, 8k": lambda: decoder_of(4, 1024, 4096, 8, (4, 8192)),
+    "decoder 4096, GQA, 128k words": lambda: decoder_of(
+        2, 4096, 14336, 32, (4, 2048), vocab=128256, config={"kv_heads": 8}
+    ),
+    "decoder 512, tiny": lambda: decoder_of(4, 512, 2048, 8, (8, 128), vocab=8192),
+    "decoder 768, f32": lambda: decoder_of(4, 768, 3072, 12, (8, 1024), compute_dtype=None),
+    "decoder 1536, dots saved": lambda: decoder_of(
+        6, 1536, 6144, 12, (8, 2048), config={"remat": "dots_saveable"}
+    ),
+    "decoder 2048, scanned, nothing saved": lambda: decoder_of(
+        12, 2048, 8192, 16, (8, 2048), config={"scan": True, "remat": "nothing_saveable"}
+    ),
+    "decoder 1024, scanned, all saved": lambda: decoder_of(
+        16, 1024, 4096, 16, (8, 1024), config={"scan": True}
+    ),
+    "decoder 1024, 4 parts": lambda: decoder_of(6, 1024, 4096, 16, (16, 1024), accumulate=4),
+    "decoder 1024, window, gemma-like": lambda: decoder_of(
+        6, 1024, 4096, 8, (8, 2048),
+        config={"window": 512, "period": 3, "qk_norm": True, "activation": "gelu", "tied": True},
+    ),
+    "experts 8 of 768": lambda: decoder_of(
+        4, 768, 2048, 12, (8, 1024), config={"experts": 8, "capacity": 1.25}
+    ),
+    "experts 4 of 1024, scanned": lambda: decoder_of(
+        6, 1024, 2816, 16, (8, 1024), config={"experts": 4, "capacity": 2.0, "scan": True}
+    ),
+    "decoder 1024, sgd": lambda: decoder_of(
+        6, 1024, 4096, 16, (8, 1024), optimizer=optax.sgd(0.1, momentum=0.9)
+    ),
+    "decoder 2048, adafactor": lambda: decoder_of(
+        4, 2048, 5632, 16, (4, 2048), optimizer=optax.adafactor(1e-3)
+    ),
+    "decoder 1024, lion, clipped, EMA": lambda: decoder_of(
+        6, 1024, 4096, 16, (8, 1024), optimizer=optax.lion(1e-4), clip=1.0, ema=0.999
+    ),
+    "Flax's layers, bf16": lambda: of(decoder.make, decoder.loss, ints(32, 512), **BF16),
+    "Flax's layers, f32": lambda: of(decoder.make, decoder.loss, ints(16, 512)),
+    # Other transformers.
+    "ViT 384, bf16": lambda: vit(64, 224, 16, 384, 6, 6, **BF16),
+    "ViT 768, f32": lambda: vit(32, 224, 16, 768, 12, 4),
+    "encoder 512, f32, dropout-free": lambda: of(
+        lambda: own.Encoder(30000, 512, 8, 6, 2, nnx.Rngs(0)),
+        own.classified, ints(64, 256), ints(64),
+    ),
+    "mixer 512, bf16": lambda: of(
+        lambda: own.Mixer(196, 512, 6, nnx.Rngs(0)),
+        own.squared, array((64, 196, 512)), array((64, 196, 512)), **BF16,
+    ),
+    # Convolutions.
+    "ResNet-50, bf16": lambda: images(
+        lambda: own.ResNet((3, 4, 6, 3), nnx.Rngs(0)), 64, 224, **BF16
+    ),
+    "ResNet-26, f32": lambda: images(lambda: own.ResNet((2, 2, 2, 2), nnx.Rngs(0)), 32, 224),
+    "ConvNeXt 192, bf16": lambda: images(
+        lambda: own.ConvNext(192, 6, 1000, nnx.Rngs(0)), 64, 224, **BF16
+    ),
+    "UNet 64, f32": lambda: of(
+        lambda: own.UNet(64, nnx.Rngs(0)),
+        own.squared, array((16, 128, 128, 3)), array((16, 128, 128, 3)),
+    ),
+    # Plain networks.
+    "MLP 8192, bf16": lambda: mlp(8192, (8192,) * 5, **BF16),
+    "MLP 4096, f32": lambda: mlp(4096, (4096,) * 5),
+    "MLP 512, tiny": lambda: mlp(256, (512,) * 5),
+    "MLP 2048, dropout, accumulated": lambda: of(
+        lambda: own.Mlp((2048,) * 7, nnx.Rngs(0), nnx.gelu, 0.1),
+        own.squared, array((8192, 2048)), array((8192, 2048)), accumulate=2, **BF16,
+    ),
+    # Recurrences and lookups.
+    "GRU 1024, 128 steps": lambda: of(
+        lambda: own.Recurrent(8192, 1024, nnx.Rngs(0)), own.next_token, ints(64, 129)
+    ),
+    "state space 1024, bf16": lambda: of(
+        lambda: own.StateSpace(1024, 4, nnx.Rngs(0)),
+        own.squared, array((8, 1024, 1024)), array((8, 1024, 1024)), **BF16,
+    ),
+    "lookups": lambda: of(
+        lambda: own.Lookup(8, 200_000, 64, nnx.Rngs(0)),
+        own.squared, ints(8192, 8), array((8192,)), optimizer=optax.adagrad(0.1),
+    ),
+}  # fmt: skip
+
+# Chosen before anything was measured: one of each sort. A third of all at most.
+FITTED = (
+    "decoder 768, 1k",
+    "decoder 4096, GQA, 128k words",
+    "decoder 512, tiny",
+    "decoder 768, f32",
+    "decoder 1024, scanned, all saved",
+    "experts 8 of 768",
+    "ViT 384, bf16",
+    "ResNet-26, f32",
+    "ConvNeXt 192, bf16",
+    "MLP 8192, bf16",
+    "GRU 1024, 128 steps",
+)
