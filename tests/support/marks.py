@@ -50,7 +50,7 @@ FAST = (
     "check/test_match.py",
     "chips/test_chips.py",
     "cli/test_cli.py",
-    "compile/test_hlo.py",
+    "hlo/test_hlo.py",
     "jax/test_quick.py",
     "jax/test_values.py",
     "layout/test_layout.py",

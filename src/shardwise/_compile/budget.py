@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._base import public, show_bytes, show_flops
-from .hlo import OTHER, Collective
+from .._hlo import OTHER, Collective
 from .result import Compiled, show_not_counted
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any, overload
 
 from .._base import public, show_bytes, show_flops
+from .._hlo import Collective
 from .._layout import Layout, LayoutDiff, diff_layouts
-from .hlo import Collective
 from .result import Compiled
 
 

@@ -13,12 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .._base import public
 from .._check import Findings
 from .._chips import Chips
-from .._jax import module_bytes, needs_devices, opened
-from .._layout import Layout, Method, require_layout
-from .._mesh import AnyMesh, chips_of, show_mesh
-from .._nnx import Recipe
-from .findings import Facts, compile_findings
-from .hlo import (
+from .._hlo import (
     EDGES,
     Reshard,
     bytes_accessed,
@@ -28,6 +23,11 @@ from .hlo import (
     reshards,
     work_of,
 )
+from .._jax import module_bytes, needs_devices, opened
+from .._layout import Layout, Method, require_layout
+from .._mesh import AnyMesh, chips_of, show_mesh
+from .._nnx import Recipe
+from .findings import Facts, compile_findings
 from .job import Job, job_of, traced
 from .result import Compiled, Memory
 from .toolchain import Program, absent_mesh, compile_absent, compile_here, start_backends

@@ -13,10 +13,7 @@ import numpy as np
 
 from .._base import show_bytes
 from .._check import Finding, make_finding
-from .._layout import Layout
-from .._mesh import make_spec, padded, show_mesh, show_spec
-from .._step import data_axes
-from .hlo import (
+from .._hlo import (
     OTHER,
     Collective,
     Instruction,
@@ -28,6 +25,9 @@ from .hlo import (
     replica_groups,
     source_of,
 )
+from .._layout import Layout
+from .._mesh import make_spec, padded, show_mesh, show_spec
+from .._step import data_axes
 from .result import Compiled
 
 # Collectives that the program calls itself, as opposed to those the compiler inserts.

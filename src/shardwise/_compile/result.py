@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._base import public, show_bytes, show_devices, show_flops, text_table, write_atomically
 from .._check import Findings
+from .._hlo import Buffer, Collective, by_axis
 from .._layout import Layout
-from .hlo import Buffer, Collective, by_axis
 
 if TYPE_CHECKING:
     from .._report import Report

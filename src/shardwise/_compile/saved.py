@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from .._base import public
 from .._check import Finding, Findings
-from .hlo import Buffer, Collective, Source
+from .._hlo import Buffer, Collective, Source
 from .result import FORMAT, Compiled, Memory
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator
 
-from ..._base import is_ours, is_users, show_line
+from .._base import is_ours, is_users, show_line
 from .program import Instruction, Module
 
 # Where the step begins.

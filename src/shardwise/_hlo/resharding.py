@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..._jax import mlir_bindings, module_bytes
+from .._jax import mlir_bindings, module_bytes
 from .source import user_place
 
 _PASSES = (

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._compile.hlo.flops import Work, bytes_accessed, work_of
-from shardwise._compile.hlo.program import Shape, parse_hlo, parse_shapes
-from shardwise._compile.hlo.traffic import by_axis, collectives, replica_groups
+from shardwise._hlo.flops import Work, bytes_accessed, work_of
+from shardwise._hlo.program import Shape, parse_hlo, parse_shapes
+from shardwise._hlo.traffic import by_axis, collectives, replica_groups
 
 
 def hlo_of(function, *args, **options):

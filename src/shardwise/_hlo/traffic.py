@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..._chips import sent_bytes
+from .._chips import sent_bytes
 from .program import Instruction, Module, Shape
 from .source import Source, leaf_of, source_of
 

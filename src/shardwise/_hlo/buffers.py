@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-from ..._base import show_bytes
+from .._base import show_bytes
 from .program import Instruction, Module, parse_shapes
 from .source import Source, source_of
 
