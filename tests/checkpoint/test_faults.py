@@ -12,11 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import jax
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from forked import Forked
 
 import shardwise as sw
 from shardwise._checkpoint.step_files import sealed
@@ -92,7 +94,7 @@ def test_sigkill_at_random_moments_of_a_save(tmp_path):
     """Two processes at once: every listed step is complete, bitwise, after every kill."""
     command = [sys.executable, str(HERE / "kill_save.py")]
     running = [
-        subprocess.Popen(
+        Forked(
             [*command, str(tmp_path / str(seed)), str(KILLS), str(seed)],
             env=environment(),
             stdout=subprocess.PIPE,
@@ -120,7 +122,7 @@ TRIES = 30
 
 
 def start(script, *arguments):
-    return subprocess.Popen(
+    return Forked(
         [sys.executable, str(HERE / script), *map(str, arguments)],
         env=environment(),
         stdin=subprocess.PIPE,
@@ -169,7 +171,7 @@ def test_a_directory_that_another_process_has(tmp_path):
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment(), text=True, **pipes) as other:
+    with Forked(command, env=environment(), text=True, **pipes) as other:
         assert other.stdout.readline() == "has it\n"
         checkpoints = sw.Checkpoints(tmp_path)
         for action in (checkpoints.require_writable, lambda: save(checkpoints, 1)):
@@ -414,11 +416,9 @@ try:
 except sw.CheckpointError as error:
     print(error)
 """
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", script, str(damaged.directory)],
-        env=environment() | {"PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True,
-        text=True,
+        env=environment() | {"PYTHONPATH": f"{Path(__file__).parent}:{HERE.parent / 'support'}"},
         timeout=120,
     )
     assert re.fullmatch(

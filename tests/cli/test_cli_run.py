@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pages
 import pytest
@@ -276,7 +277,5 @@ def test_train_makes_its_virtual_devices_itself(folder):
     """In a process of its own: here, the devices are there already."""
     command = [sys.executable, "-m", "shardwise", "train", "small.py:recipe", *RUN, "--steps", "1"]
     free = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    done = subprocess.run(
-        command, cwd=folder, env=free, capture_output=True, text=True, timeout=120
-    )
+    done = forked.run(command, cwd=folder, env=free, timeout=120)
     assert done.returncode == 0 and "step 1/1  loss " in done.stderr, done.stderr

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 FILES = {
@@ -68,13 +68,7 @@ def test_what_cannot_be_loaded_is_one_sentence(run, target, form):
 
 
 def start(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-    )
+    return forked.run([sys.executable, "-m", "shardwise", *arguments], timeout=120)
 
 
 def test_what_a_target_prints_goes_to_stderr_to_the_end():

@@ -12,8 +12,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
+from forked import Forked
 from models import ZOO
 
 HERE = Path(__file__).parents[1] / "scripts"
@@ -43,7 +45,7 @@ def start(processes, *arguments):
     # As `shardwise launch` does, without its imports.
     command = [sys.executable, str(HERE / "launch.py"), str(processes), str(8 // processes)]
     command += [sys.executable, str(HERE / "fit.py"), *map(str, arguments)]
-    return subprocess.Popen(
+    return Forked(
         command,
         env=os.environ | CACHE,
         stdout=subprocess.PIPE,
@@ -153,9 +155,7 @@ def test_every_model_of_the_zoo_runs_on_two_processes_as_on_one(tmp_path):
     """Two steps, and one after a restore, of all of them as parts of one model."""
     command = [sys.executable, str(HERE / "launch.py"), "2", "4"]
     command += [sys.executable, str(HERE / "zoo.py"), str(tmp_path)]
-    done = subprocess.run(
-        command, env=os.environ | CACHE | QUICK, capture_output=True, text=True, timeout=400
-    )
+    done = forked.run(command, env=os.environ | CACHE | QUICK, timeout=400)
     line = next((x for x in done.stdout.splitlines() if '"losses"' in x), None)
     assert done.returncode == 0 and line, done.stdout[-2000:] + done.stderr[-4000:]
     two = json.loads(line.removeprefix("[0] "))["losses"]
@@ -201,9 +201,7 @@ def differ(directory, *options):
     """Returns the exit code, and the output of all processes."""
     command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
     command += [sys.executable, str(HERE / "differ.py"), str(directory), *options]
-    done = subprocess.run(
-        command, env=os.environ | CACHE, capture_output=True, text=True, timeout=180
-    )
+    done = forked.run(command, env=os.environ | CACHE, timeout=180)
     return done.returncode, done.stdout + done.stderr
 
 

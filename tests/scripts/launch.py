@@ -1,15 +1,61 @@
-"""Runs launcher.py like `shardwise launch`: processes, devices (0: unchanged), command."""
+"""Runs launcher.py like `shardwise launch`: processes, devices (0: unchanged), command.
+
+If this process was forked with everything imported (`forked.py`), so are those of the command.
+"""
 
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
 
+HERE = pathlib.Path(__file__)
 # Loaded by path: the launcher itself does not need JAX, which takes two seconds to import.
-path = pathlib.Path(__file__).parents[2] / "src" / "shardwise" / "_processes" / "launcher.py"
+path = HERE.parents[2] / "src" / "shardwise" / "_processes" / "launcher.py"
 spec = importlib.util.spec_from_file_location("launcher", path)
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.GRACE_SECONDS = float(os.environ.get("LAUNCH_GRACE", module.GRACE_SECONDS))
+
+
+class Child:
+    """What the launcher uses of a `Popen`."""
+
+    returncode = None
+
+    def __init__(self, pid, out, err):
+        self.pid, self.stdout, self.stderr = pid, os.fdopen(out, "rb"), os.fdopen(err, "rb")
+
+    def wait(self):
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def start(program, command, environment):
+    """As `launcher._start`, by a fork."""
+    end_with_parent = module._end_with_parent()
+    out, err = os.pipe(), os.pipe()
+    pid = forked.fork()
+    if pid:
+        os.close(out[1])
+        os.close(err[1])
+        return Child(pid, out[0], err[0])
+    os.setsid()
+    end_with_parent()
+    for number in module._FORWARDED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, own)
+    forked.set_streams(os.open(os.devnull, os.O_RDONLY), out[1], err[1])
+    forked.become(command[1:], environment)
+    forked.execute_and_exit()
+
+
 processes, devices, *command = sys.argv[1:]
+if "jax" in sys.modules and command[0] == sys.executable:
+    sys.path.insert(0, str(HERE.parents[1] / "support"))
+    import forked
+
+    module._start = start
 sys.exit(module.launch(command, int(processes), int(devices) or None))

@@ -30,6 +30,8 @@ ONCE = {
     "compile/test_compile_cache.py": ("test_a_damaged_entry_is_not_read_and_is_replaced",),
     "learn/test_exercises.py": ("test_a_correct_solution_passes", "test_a_lesson_passes"),
     "learn/test_learn.py": ("test_blocks_print_what_they_show[training]",),
+    # Both run the tests that it repeats, with the flags of all tests.
+    "package/test_usual_flags.py": ("test_no_page_claims_more",),
     "package/test_readme.py": ("test_both_sides_of_the_diff_place_the_same_kernels",),
     "package/test_docs.py": ("test_blocks_print_what_they_show[index]",),
     # `.ci/run` installs the package and runs `shardwise demo`, as the README says, on the other one.

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from forked import Forked
 
 import shardwise as sw
 
@@ -374,7 +375,7 @@ def start(directory, steps, how, **more):
     kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     command = [sys.executable, str(SCRIPT), str(directory), str(steps), how]
     env = kept | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, env=env, **more)
+    return Forked(command, env=env, **more)
 
 
 def read_until(process, text):
@@ -475,7 +476,7 @@ def test_sigterm_stops_a_run_whose_log_disk_is_full(full_disk, tmp_path):
     logs = tmp_path / "run-logs"
     logs.symlink_to(full_disk)
     command = [sys.executable, str(SCRIPT), str(tmp_path / "run"), "100000", "slowly"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with Forked(command, stderr=subprocess.PIPE, text=True) as process:
         lines = []
         for line in process.stderr:
             lines.append(line)
