@@ -596,6 +596,15 @@ def test_sw106_of_stacked_layers_does_not_split_the_stack():
     assert found.help == "use P(None, 'model')"
 
 
+def test_sw109_suggests_an_axis_that_a_strategy_would_yield():
+    init = nnx.with_partitioning(nnx.initializers.normal(), ("vocab", "embed"))
+    make = lambda: nnx.Embed(64, 16, embedding_init=init, rngs=rngs())  # noqa: E731
+    annotated = [f.help for f in check(make, "data=2,model=4") if f.code == "SW109"]
+    assert "{'vocab': 'model'}" in annotated[0] and "{'embed': 'data'}" in annotated[1]
+    refined = lambda leaf: sw.Opinion(P("vocab", ("embed", "model")), refines=True)  # noqa: E731
+    assert [f.help for f in check(make, "data=2,model=4", refined)] == annotated
+
+
 def test_sw109_is_distinct_from_sw101():
     make = linear(names=(None, "mlp"))
     assert codes(check(make, "data=2")) == ["SW109"]
