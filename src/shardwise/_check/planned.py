@@ -78,6 +78,7 @@ def _findings(
         if len(pair) == 2:
             yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
     yield from replication.of_the_rest()
+    yield from replication.of_an_idle_fsdp()
     for pattern, nearest in layout.dead_patterns:
         hint = f"the closest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
