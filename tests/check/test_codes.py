@@ -596,6 +596,37 @@ def test_sw106_of_stacked_layers_does_not_split_the_stack():
     assert found.help == "use P(None, 'model')"
 
 
+@pytest.mark.parametrize(
+    ("rule", "axes", "why", "help_text"),
+    [
+        ("fsdp", "data=8", "2 leaves have no free dim divisible by 8", "use an axis of size 2"),
+        (
+            sw.fsdp("data", min_bytes=1000),
+            "data=2",
+            "2 leaves are below min_bytes",
+            "sw.fsdp('data', min_bytes=0) would leave 132 B on each device",
+        ),
+    ],
+    ids=["indivisible", "small"],
+)
+def test_sw111_where_fsdp_split_nothing_of_a_small_model(rule, axes, why, help_text):
+    make = linear(10, 6, bias=True)
+    found = only(check(make, axes, rule), "SW111")
+    assert found.path == "data" and f": {why}, 264 B on each device" in found.message
+    assert found.help.startswith(help_text)
+    assert not check(make, axes, rule, allow={"SW111": "data"})
+    assert not check(make, axes, "dp") and not check(make, "data=2", "fsdp")
+
+
+def test_sw109_suggests_an_axis_that_a_strategy_would_yield():
+    init = nnx.with_partitioning(nnx.initializers.normal(), ("vocab", "embed"))
+    make = lambda: nnx.Embed(64, 16, embedding_init=init, rngs=rngs())  # noqa: E731
+    annotated = [f.help for f in check(make, "data=2,model=4") if f.code == "SW109"]
+    assert "{'vocab': 'model'}" in annotated[0] and "{'embed': 'data'}" in annotated[1]
+    refined = lambda leaf: sw.Opinion(P("vocab", ("embed", "model")), refines=True)  # noqa: E731
+    assert [f.help for f in check(make, "data=2,model=4", refined)] == annotated
+
+
 def test_sw109_is_distinct_from_sw101():
     make = linear(names=(None, "mlp"))
     assert codes(check(make, "data=2")) == ["SW109"]

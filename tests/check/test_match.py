@@ -51,3 +51,12 @@ def test_refused_alike(other, way):
     with pytest.raises(sw.LayoutError) as caught:
         WAYS[way](layout)
     assert {finding.code for finding in caught.value.findings} == codes
+
+
+def test_another_model_is_refused_in_a_few_lines():
+    mesh = sw.mesh("data=8", on="cpu:8")
+    layout = sw.layout(lambda: nnx.Sequential(*(make(16 + i) for i in range(8))), mesh, "dp")
+    with pytest.raises(sw.LayoutError) as caught:
+        sw.init(lambda: nnx.List([make(16 + i) for i in range(9)]), layout)
+    assert len(caught.value.findings) == 34 and len(str(caught.value).splitlines()) == 7
+    assert "SW202] missing-leaf: layers.**\n  16 arrays, the first layers.0." in str(caught.value)

@@ -114,7 +114,7 @@ REFUSED = {
     "fsdp of nothing": (lambda: sw.fsdp(), "fsdp() needs one or more distinct axis names"),
     "fsdp twice": (lambda: sw.fsdp("a", "a"), "fsdp('a', 'a') needs one or more distinct axis names"),
     "fsdp's min_bytes": (lambda: sw.fsdp("data", min_bytes=-1), "fsdp has min_bytes=-1: it must be a non-negative integer"),
-    "fsdp's axis": (lambda: lay(mlp, sw.fsdp("fsdp")), "fsdp uses axis 'fsdp', which the mesh does not have: its axes are data=2, model=4"),
+    "fsdp's axis": (lambda: lay(mlp, sw.fsdp("dta")), "fsdp uses axis 'dta', which the mesh does not have: did you mean 'data'? its axes are data=2, model=4"),
     "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor uses axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
     "tensor of two": (lambda: sw.tensor(("data", "model")), "tensor(('data', 'model')) needs the name of one axis"),
     "unknown": (lambda: lay(mlp, "fsdp+zero"), f"unknown strategy 'fsdp+zero': {KNOWN}"),

@@ -302,7 +302,7 @@ def blocks(make=Block, count=LAYERS):
         (blocks, {"microbatches": 5}, "batch has 24 rows, which cannot be split evenly into 5"),
         (blocks, {"microbatches": 0}, "microbatches must be a positive integer, got 0"),
         (lambda: blocks(count=6), {}, "6 layers cannot be split over 4 stages"),
-        (blocks, {"axis": "stge"}, "axis 'stge' is not on the mesh stage=4"),
+        (blocks, {"axis": "stge"}, "axis 'stge' is not on the mesh stage=4: did you mean 'stage'"),
         (blocks, {"mesh": None}, "a pipeline is called outside of any mesh with axis 'stage'"),
         (
             blocks,

@@ -18,12 +18,9 @@ from jax._src import clusters
 
 from shardwise._processes.joining import distributed
 from shardwise._processes.launcher import launch
-from shardwise._processes.peers import (
-    MARGIN_SECONDS,
-    Processes,
-    lost_processes,
-    naming_lost_process,
-)
+from shardwise._processes.lost import lost_processes, naming_lost_process
+from shardwise._processes.peer_watch import MARGIN_SECONDS
+from shardwise._processes.peers import Processes
 
 HERE = Path(__file__).parents[1] / "scripts"
 TALK = [sys.executable, str(HERE / "talk.py")]
@@ -480,11 +477,11 @@ def _sources():
 
 ABORT = """
 import os, threading
-from shardwise._processes import peers
-watch = peers.PeerWatch(peers.Processes(1, 2, "test"), 5.0)
+from shardwise._processes import Processes, peer_watch
+watch = peer_watch.PeerWatch(Processes(1, 2, "test"), 5.0)
 watch.guard()
-watch._loss = peers._Loss((0,), "was lost", "for a test")
-peers._store = lambda: 1 / 0  # JAX's locks may be held: it must not be queried
+watch._loss = peer_watch.Loss((0,), "was lost", "for a test")
+peer_watch._store = lambda: 1 / 0  # JAX's locks may be held: it must not be queried
 locked = threading.Event()
 def hold():
     with watch._naming:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise._processes import naming_lost_process
 from shardwise._processes.joining import distributed
-from shardwise._processes.peers import naming_lost_process
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--until", type=int, default=10**9)

@@ -509,7 +509,7 @@ STEPS_REFUSED = {
     ),
     "axis": (
         {"batch_spec": P("dta")},
-        "batch['x'] of shape (16, 16) cannot be split as P('dta') on data=2,model=4: axis 'dta' is not on the mesh",
+        "batch['x'] of shape (16, 16) cannot be split as P('dta') on data=2,model=4: axis 'dta' is not on the mesh; did you mean 'data'? the mesh has data, model",
     ),
     "tree": (
         {"batch_spec": {"x": P()}},

@@ -48,7 +48,7 @@ CODES: dict[str, tuple[str, str]] = {
 }
 
 
-_BY_SUBTREE = ("SW401", "SW402", "SW403", "SW404")
+_BY_SUBTREE = ("SW202", "SW203", "SW204", "SW401", "SW402", "SW403", "SW404")
 # How many findings of one code are listed individually, and how many groups in one sentence.
 _LISTED = 3
 
@@ -180,8 +180,8 @@ class Findings(Sequence[Finding]):
     def __str__(self) -> str:
         """Returns all findings; those that differ only in a layer's number are shown as one.
 
-        If a checkpoint is of another model, every array may be a finding: these are grouped by
-        subtree.
+        If a layout or a checkpoint is of another model, every array may be a finding: these are
+        grouped by subtree.
         """
         blocks = []
         for code in _by_code(self.items):

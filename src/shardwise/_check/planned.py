@@ -78,6 +78,7 @@ def _findings(
         if len(pair) == 2:
             yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
     yield from replication.of_the_rest()
+    yield from replication.of_an_idle_fsdp()
     for pattern, nearest in layout.dead_patterns:
         hint = f"the closest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
@@ -86,8 +87,17 @@ def _findings(
 
 def _places(layout: Layout) -> dict[str, str | None]:
     names = frozenset(name for leaf in layout.leaves for name in leaf.annotation_names)
-    arrays = dict.fromkeys((leaf.shape, leaf.spec) for leaf in layout.leaves if leaf.names)
+    arrays = dict.fromkeys((leaf.shape, _unrefined(leaf)) for leaf in layout.leaves if leaf.names)
     return places_for_names(arrays, names, layout.mesh.shape)
+
+
+def _unrefined(leaf: Leaf) -> P:
+    """Returns the spec without the axes that strategies added to the annotation.
+
+    They add only axes that are still free, so they yield to an axis that a name maps to.
+    """
+    specs = [o.spec for o in leaf.trail if o.spec is not None and not o.refines]
+    return specs[-1] if specs else P()
 
 
 def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:

@@ -9,7 +9,16 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import count, either, show_bytes
 from .._layout import FSDP_AXES, Layout, fold_paths
-from .._mesh import Axes, divisible_dims, make_spec, padded, shard_shape, show_mesh, show_spec
+from .._mesh import (
+    DATA_AXES,
+    Axes,
+    divisible_dims,
+    make_spec,
+    padded,
+    shard_shape,
+    show_mesh,
+    show_spec,
+)
 from .._nnx import Leaf, array_bytes, show_path
 from .findings import Finding, make_finding
 
@@ -32,6 +41,7 @@ class Replication:
         self.devices = layout.mesh.size
         self.total = layout.total_bytes
         self.rest: list[Leaf] = []
+        self.reported = False
 
     def of_leaf(self, leaf: Leaf, context: str) -> Iterator[Finding]:
         """Yields the finding for a leaf whose spec has no faults, or adds the leaf to the rest."""
@@ -49,6 +59,7 @@ class Replication:
             axis, size = _largest_free_axis(leaf)
             help_text = _padding(leaf, size)
             why = f"; no free dim is divisible by {size}, the size of axis {axis!r}"
+        self.reported = True
         yield make_finding(
             "SW105",
             leaf.path,
@@ -62,6 +73,7 @@ class Replication:
         """Yields one finding for all small leaves together, if they are large in total."""
         if not self._much(self.rest):
             return
+        self.reported = True
         for leaf in self.rest:
             if self.allowed(leaf.path):  # the allowance is used, and the leaf no longer counts
                 yield make_finding("SW105", leaf.path, f"{self._where(leaf)}")
@@ -79,6 +91,31 @@ class Replication:
             f"{self._split_all(rest)}; {allowing('**')} or their paths if replication is "
             f"intentional",
             f"mesh {show_mesh(self.layout.mesh)}  the largest: {_largest(rest)}",
+        )
+
+    def of_an_idle_fsdp(self) -> Iterator[Finding]:
+        """Yields a finding if fsdp split nothing, on a model too small for the other findings."""
+        left = [leaf for leaf in self.layout.leaves if leaf.left]
+        used = {axis for leaf in self.layout.leaves for axis in leaf.gathered}
+        axis, ways = self._fsdp_axis() if self.devices > 1 else ("", 1)
+        # An axis that is not for the batch is reported as unused anyway.
+        if self.reported or not left or used or axis not in DATA_AXES or axis == "fsdp":
+            return
+        small = [leaf for leaf in left if leaf.left == "small"]
+        indivisible = [leaf for leaf in left if leaf.left == "indivisible"]
+        reasons = []
+        if indivisible:
+            many = count(len(indivisible), "leaf has", "leaves have")
+            reasons.append(f"{many} no free dim divisible by {ways}")
+        if small:
+            reasons.append(f"{count(len(small), 'leaf is', 'leaves are')} below min_bytes")
+        yield make_finding(
+            "SW111",
+            axis,
+            f"fsdp split nothing over axis {axis!r} of size {ways}: {' and '.join(reasons)}, "
+            f"{show_bytes(sum(leaf.resident_bytes for leaf in left))} on each device",
+            self._split_all(small) if small else _padding(max(left, key=lambda x: x.bytes), ways),
+            f"mesh {show_mesh(self.layout.mesh)}  the largest: {_largest(left)}",
         )
 
     def _much(self, leaves: Sequence[Leaf]) -> bool:

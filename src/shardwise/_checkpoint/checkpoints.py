@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import operator
-import re
 import shutil
 import tempfile
 import threading
@@ -15,21 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._base import public
 from .._check import Allow
-from .._layout import Layout, key_impl
+from .._layout import Layout
 from .._mesh import show_mesh
 from .._nnx import Recipe
-from .._place import own_mesh, put_anywhere, require_mesh, wrap_keys
+from .._place import own_mesh, require_mesh
 from .._processes import exchange
 from .._step import Blueprint, NotFinite, TrainState, make_blueprint, named_arrays, show_array
-from . import digest_v1
 from .digest import ALGORITHM, digests
+from .errors import CheckpointError, reason_for
 from .preflight import Preflight, array_rows, flight_check
 from .step_files import ABOUT, FORMAT, LAYOUT, UnknownFormat, read_about, sealed
+from .stored_state import from_tree, in_memory, on_disk, to_tree, wrong_arrays
 from .writer_lock import LOCK, Taken, WriterLock
 
 if TYPE_CHECKING:
@@ -42,11 +39,6 @@ if TYPE_CHECKING:
 # read again; and returns False from `save` for a step that exists or is older than the newest,
 # where ours raises, or saves it.
 _DELETED = ".deleted-"
-
-
-@public
-class CheckpointError(ValueError):
-    """A checkpoint could not be written or read; other steps are unaffected."""
 
 
 @public
@@ -156,7 +148,7 @@ class Checkpoints:
             )
         rows = array_rows(state)
         mesh = state.step.sharding.mesh
-        arrays = _on_disk(state)
+        arrays = on_disk(state)
         with own_mesh(mesh):
             digest_of = digests(named_arrays(arrays))
         about = {
@@ -167,7 +159,7 @@ class Checkpoints:
             "mesh": show_mesh(mesh),
             "processes": jax.process_count(),
             "devices": f"{mesh.size} {mesh.devices.flat[0].device_kind}",
-            "bytes": sum(_bytes(x) for x in jax.tree.leaves(arrays)),
+            "bytes": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)),
             "saved_at": time.time(),
             "jax": jax.__version__,
         }
@@ -188,7 +180,7 @@ class Checkpoints:
         if layout is not None:
             files[Path(LAYOUT).name] = layout.lockfile
         with self._explained(could_not, sweep=step), own_mesh(mesh):
-            self._open().save(target, _tree(arrays), files)
+            self._open().save(target, to_tree(arrays), files)
 
     def require_writable(self) -> None:
         """Creates the directory if needed, tests that it is writable, and locks out other runs.
@@ -317,10 +309,10 @@ class Checkpoints:
         with self._explained(could_not, self._others(step)), own_mesh(blueprint.layout.mesh):
             from .orbax import read_arrays
 
-            stored = _on_disk(blueprint.abstract)
-            read = read_arrays(self.directory / str(step) / "state", _tree(stored))
-            arrays = _from_tree(read, stored)
-            wrong = _wrong_arrays(arrays, about)
+            stored = on_disk(blueprint.abstract)
+            read = read_arrays(self.directory / str(step) / "state", to_tree(stored))
+            arrays = from_tree(read, stored)
+            wrong = wrong_arrays(arrays, about)
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(
@@ -328,7 +320,7 @@ class Checkpoints:
                 f"are not those that were saved{self._others(step)}"
             )
         with own_mesh(blueprint.layout.mesh):
-            return _in_memory(arrays, blueprint)
+            return in_memory(arrays, blueprint)
 
     def _take_lock(self, could_not: str) -> None:
         """Creates the directory and locks out other writers; all processes call it."""
@@ -339,7 +331,7 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock.take(on_disk=jax.process_index() == 0)
         except (Taken, OSError) as error:
-            problem = f"{could_not}: {_reason(error)}"
+            problem = f"{could_not}: {reason_for(error)}"
             if isinstance(error, Taken):
                 problem = f"checkpoints cannot be saved to {self.directory}: {error}"
         problem = _first(exchange("locking the checkpoint directory", problem))
@@ -434,106 +426,9 @@ class Checkpoints:
                 self._sweep(sweep)  # a half-written step would keep a full disk full
             if isinstance(error, NotFinite):
                 raise
-            raise CheckpointError(f"{could_not}: {_reason(error)}{others}") from error
-
-
-_ERRNO = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the disk is full",
-    errno.EROFS: "the file system is read-only",
-    errno.EACCES: "permission denied",
-    errno.ENOTDIR: "part of the path is a file",
-    errno.EEXIST: "part of the path is a file",
-}
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.errno in _ERRNO:
-        return _ERRNO[error.errno]
-    text = " ".join(str(error).split())
-    # TensorStore raises a ValueError for all of these, with neither a status nor an errno: only the
-    # message distinguishes them.
-    known = {
-        "No space left": "the disk is full",
-        "Read-only file system": "the file system is read-only",
-        "Permission denied": "permission denied",
-        "Not a directory": "part of the path is a file",
-        "File exists": "part of the path is a file",
-        "checksum verification failed": "one of its files is damaged",
-        "Error decoding": "one of its files is damaged",
-        "DATA_LOSS": "one of its files is damaged",
-        "OUT_OF_RANGE": "one of its files is truncated",
-        "NOT_FOUND": "one of its files is missing",
-        "Encountered error while reading": "one of its files is damaged",
-    }
-    for sign, reason in known.items():
-        if sign in text:
-            # The array that was being read, where the message says so.
-            named = re.search(r'Error reading "([^"]+)/(?:zarr\.json|c/[^"]*|c)"', text)
-            return f"{reason}, found while reading {named[1]}" if named else reason
-    return f"{type(error).__name__}: {text[:300]}"
-
-
-def _on_disk(state: TrainState) -> TrainState:
-    """Returns the state, live or abstract, with random keys as raw key data."""
-
-    def one(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        if isinstance(x, jax.Array):
-            return jax.random.key_data(x)
-        data = jax.eval_shape(jax.random.key_data, x)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-
-    return jax.tree.map(one, state)
-
-
-def _in_memory(state: TrainState, blueprint: Blueprint) -> TrainState:
-    def one(x: Any, like: Any) -> Any:
-        if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return x
-        return wrap_keys(x, like.sharding, key_impl(str(like.dtype)))
-
-    return jax.tree.map(one, state, blueprint.abstract)
-
-
-def _tree(state: TrainState) -> dict[str, Any]:
-    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
-    # Orbax does not write empty arrays, and there is nothing to read.
-    parts = {name: {k: x for k, x in part.items() if x.size} for name, part in parts.items()}
-    return {"step": state.step, **{name: part for name, part in parts.items() if part}}
-
-
-def _from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
-    def part(name: str) -> dict[str, Any]:
-        read = tree.get(name, {})
-        return {
-            k: read[k] if x.size else put_anywhere(np.zeros(x.shape, x.dtype), x.sharding)
-            for k, x in getattr(like, name).items()
-        }
-
-    return TrainState(tree["step"], part("model"), part("optimizer"), part("ema"))
-
-
-def _wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
-    """Returns the arrays whose values are not those that were saved."""
-    arrays, rows = named_arrays(state), about["arrays"]
-    if about["format"] == 1:
-        found: dict[str, Any] = dict(digest_v1.sums(arrays))
-    else:
-        if about["digest"] != ALGORITHM:
-            raise CheckpointError(
-                f"step {about['step']} has digests of type {about['digest']}, which this version "
-                f"cannot verify: it computes {ALGORITHM}"
-            )
-        found = {name: digest.value for name, digest in digests(arrays)().items()}
-    return [show_array(name) for name in found if found[name] != rows[name]["digest"]]
+            raise CheckpointError(f"{could_not}: {reason_for(error)}{others}") from error
 
 
 def _first(texts: list[str]) -> str:
     """Returns the first text that is not empty, so that all processes raise the same error."""
     return next(filter(None, texts), "")
-
-
-def _bytes(x: Any) -> int:
-    return x.size * x.dtype.itemsize

@@ -7,6 +7,7 @@ from typing import Any
 
 from .._base import public, show_bytes, show_flops
 from .._hlo import OTHER, Collective
+from .._mesh import closest_axis
 from .result import Compiled, show_not_counted
 
 
@@ -59,7 +60,8 @@ def assert_budget(
         unknown = [axis for axis in axes.split(",") if axis not in compiled.mesh]
         if unknown:
             raise ValueError(
-                f"the budget names axis {unknown[0]!r}, but the mesh has {', '.join(compiled.mesh)}"
+                f"the budget names axis {unknown[0]!r}, which the mesh does not have: "
+                f"{closest_axis(unknown[0], compiled.mesh)}its axes are {', '.join(compiled.mesh)}"
             )
     for axes, kinds in (collectives or {}).items():
         have = found.get(axes, {})

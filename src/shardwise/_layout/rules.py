@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import count, either, public
 from .._jax import active_axis_rules, show_value
-from .._mesh import Axes, dim_axes, normal_spec, require_spec, show_spec
+from .._mesh import Axes, closest_axis, dim_axes, normal_spec, require_spec, show_spec
 from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def require_axes(axes: Sequence[str], sizes: Mapping[str, int], what: str) -> No
         if axis not in sizes:
             raise ValueError(
                 f"{what} uses axis {axis!r}, which the mesh does not have: "
-                f"its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
+                f"{closest_axis(axis, sizes)}its axes are {', '.join(f'{a}={s}' for a, s in sizes.items())}"
             )
 
 

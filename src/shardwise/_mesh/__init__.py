@@ -8,6 +8,7 @@ from .meshes import mesh_types as mesh_types
 from .meshes import show_mesh as show_mesh
 from .spec import Axes as Axes
 from .spec import Fault as Fault
+from .spec import closest_axis as closest_axis
 from .spec import dim_axes as dim_axes
 from .spec import divisible_dims as divisible_dims
 from .spec import faults as faults

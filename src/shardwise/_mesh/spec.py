@@ -321,6 +321,20 @@ def _divides(
     return f"no arrangement of these axes divides {tuple(shape)} evenly; {pad}"
 
 
+def closest_axis(axis: str, axes: Iterable[str]) -> str:
+    """Returns a question that names the axis that was probably intended, or an empty text.
+
+    Example:
+        >>> from shardwise._mesh import closest_axis
+        >>> closest_axis("modle", ["data", "model"])
+        "did you mean 'model'? "
+    """
+    import difflib
+
+    close = difflib.get_close_matches(str(axis), list(axes), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""
+
+
 def _nearest(axis: str, shape: Sequence[int], spec: P, sizes: Mapping[str, int]) -> str | None:
     """Returns help that names the axis that was probably intended, if the array allows one."""
     import difflib

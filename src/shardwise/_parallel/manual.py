@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from .._mesh import AnyMesh, show_mesh
+from .._mesh import AnyMesh, closest_axis, show_mesh
 from .._mesh import mesh as make_mesh
 from .._simulate import cast, simulate, varying
 
@@ -37,7 +37,10 @@ def find_mesh(axis: str, mesh: AnyMesh | str | None, caller: str) -> AnyMesh:
             f"jax.shard_map or sw.simulate, or pass mesh="
         )
     if axis not in found.axis_names:
-        raise ValueError(f"axis {axis!r} is not on the mesh {show_mesh(found)}")
+        near = closest_axis(axis, found.axis_names)
+        raise ValueError(
+            f"axis {axis!r} is not on the mesh {show_mesh(found)}{near and f': {near.strip()}'}"
+        )
     return found
 
 

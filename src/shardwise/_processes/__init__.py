@@ -9,7 +9,7 @@ from .agree import require_same_parts as require_same_parts
 from .agree import together as together
 from .joining import distributed as distributed
 from .launcher import launch as launch
-from .peers import LostProcess as LostProcess
+from .lost import LostProcess as LostProcess
+from .lost import naming_lost_process as naming_lost_process
+from .lost import noting_failure as noting_failure
 from .peers import Processes as Processes
-from .peers import naming_lost_process as naming_lost_process
-from .peers import noting_failure as noting_failure

@@ -19,7 +19,8 @@ import jax
 
 from .._base import public
 from .._jax import distributed_state
-from .peers import WATCHES, LostProcess, naming_lost_process
+from .lost import LostProcess, naming_lost_process
+from .peer_watch import WATCHES
 
 _Error = TypeVar("_Error", bound=Exception)
 _ROUNDS = itertools.count()

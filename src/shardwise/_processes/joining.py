@@ -15,7 +15,8 @@ import jax
 
 from .._base import public
 from .._jax import MissingInternal, backend_has_started, cluster_kinds, distributed_state
-from .peers import WATCHES, PeerWatch, Processes
+from .peer_watch import WATCHES, PeerWatch
+from .peers import Processes
 
 _REQUIRED = ("SHARDWISE_COORDINATOR", "SHARDWISE_PROCESSES", "SHARDWISE_PROCESS")
 _CLUSTERS = {

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from .._base import public
 from .._check import Finding, Findings, LayoutError, make_finding
 from .._jax import shorten, show_value
-from .._mesh import AnyMesh, faults, require_spec, show_mesh, show_spec
+from .._mesh import AnyMesh, closest_axis, faults, require_spec, show_mesh, show_spec
 from .._mesh import mesh as make_mesh
 from .._nnx import dotted
 from .agreement import AgreementCheck, axes_left_out, unproven
@@ -105,7 +105,8 @@ class Simulation:
         manual = set(axis_names or self.mesh.axis_names)
         for axis in manual - set(self.mesh.axis_names):
             raise ValueError(
-                f"axis_names has {axis!r}, which is not on the mesh {show_mesh(self.mesh)}"
+                f"axis_names has {axis!r}, which is not on the mesh: "
+                f"{closest_axis(axis, self.mesh.shape)}the mesh is {show_mesh(self.mesh)}"
             )
         self._body, self._in_specs, self._out_specs = body, in_specs, out_specs
         self._checks = check
@@ -272,7 +273,8 @@ class Simulation:
                 "SW101",
                 getattr(self._body, "__name__", "body"),
                 f"the body uses axis {unbound[1]!r}, which is not on the mesh",
-                f"the mesh has {', '.join(self._setting.manual)}",
+                closest_axis(unbound[1], self._setting.manual)
+                + f"the mesh has {', '.join(self._setting.manual)}",
                 f"mesh {self._show()}",
             )
             raise LayoutError(Findings((finding,))) from None

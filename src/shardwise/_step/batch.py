@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._jax import shorten, show_value
 from .._layout import Layout
-from .._mesh import DATA_AXES, AnyMesh, faults, padded, show_mesh, show_spec
+from .._mesh import DATA_AXES, AnyMesh, Fault, faults, padded, show_mesh, show_spec
 from .._nnx import Recipe
 from .bounds import Bound
 
@@ -169,8 +169,7 @@ def _require_fit(name: str, leaf: Any, spec: P, parts: int, mesh: AnyMesh) -> No
     if wrong:
         raise ValueError(
             f"{name} of shape {tuple(leaf.shape)} cannot be split as {show_spec(spec)} on "
-            f"{show_mesh(mesh)}: {wrong[0].message}; make the batch divisible, or give the "
-            f"recipe batch_spec="
+            f"{show_mesh(mesh)}: {wrong[0].message}; {_remedy(wrong[0])}"
         )
     axes = padded(spec, len(leaf.shape))[0] if leaf.shape else ()
     ways = math.prod(mesh.shape[axis] for axis in axes)
@@ -180,6 +179,12 @@ def _require_fit(name: str, leaf: Any, spec: P, parts: int, mesh: AnyMesh) -> No
             f"which cannot be split {ways} ways over {'+'.join(axes)}: make the batch a multiple "
             f"of {parts * ways}"
         )
+
+
+def _remedy(fault: Fault) -> str:
+    if fault.code == "SW104":
+        return "make the batch divisible, or give the recipe batch_spec="
+    return fault.help
 
 
 def _names(tree: Any) -> str:

@@ -1,0 +1,77 @@
+"""A training state as it is stored: raw keys, no empty arrays, and digests of the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._layout import key_impl
+from .._place import put_anywhere, wrap_keys
+from .._step import Blueprint, TrainState, named_arrays, show_array
+from . import digest_v1
+from .digest import ALGORITHM, digests
+from .errors import CheckpointError
+
+
+def on_disk(state: TrainState) -> TrainState:
+    """Returns the state, live or abstract, with random keys as raw key data."""
+
+    def one(x: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        if isinstance(x, jax.Array):
+            return jax.random.key_data(x)
+        data = jax.eval_shape(jax.random.key_data, x)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+    return jax.tree.map(one, state)
+
+
+def in_memory(state: TrainState, blueprint: Blueprint) -> TrainState:
+    """Returns a state that was read from disk, with its random keys wrapped again."""
+
+    def one(x: Any, like: Any) -> Any:
+        if not jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return x
+        return wrap_keys(x, like.sharding, key_impl(str(like.dtype)))
+
+    return jax.tree.map(one, state, blueprint.abstract)
+
+
+def to_tree(state: TrainState) -> dict[str, Any]:
+    """Returns the state as the tree that Orbax writes."""
+    parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
+    # Orbax does not write empty arrays, and there is nothing to read.
+    parts = {name: {k: x for k, x in part.items() if x.size} for name, part in parts.items()}
+    return {"step": state.step, **{name: part for name, part in parts.items() if part}}
+
+
+def from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
+    """Returns the state of a tree that Orbax read; `like` is the state that it was read for."""
+
+    def part(name: str) -> dict[str, Any]:
+        read = tree.get(name, {})
+        return {
+            k: read[k] if x.size else put_anywhere(np.zeros(x.shape, x.dtype), x.sharding)
+            for k, x in getattr(like, name).items()
+        }
+
+    return TrainState(tree["step"], part("model"), part("optimizer"), part("ema"))
+
+
+def wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:
+    """Returns the arrays whose values are not those that were saved."""
+    arrays, rows = named_arrays(state), about["arrays"]
+    if about["format"] == 1:
+        found: dict[str, Any] = dict(digest_v1.sums(arrays))
+    else:
+        if about["digest"] != ALGORITHM:
+            raise CheckpointError(
+                f"step {about['step']} has digests of type {about['digest']}, which this version "
+                f"cannot verify: it computes {ALGORITHM}"
+            )
+        found = {name: digest.value for name, digest in digests(arrays)().items()}
+    return [show_array(name) for name in found if found[name] != rows[name]["digest"]]
