@@ -1,9 +1,13 @@
 """Reads a compiled program: its collectives, flops, buffers, and the lines they come from."""
 
+from .access import Access as Access
+from .access import access_of as access_of
+from .access import target_of as target_of
 from .buffers import OTHER as OTHER
 from .buffers import Buffer as Buffer
 from .buffers import largest_buffers as largest_buffers
 from .flops import bytes_accessed as bytes_accessed
+from .flops import flops_of as flops_of
 from .flops import work_of as work_of
 from .program import Instruction as Instruction
 from .program import Module as Module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
 
 from .program import Instruction, Module, Shape
 
@@ -12,10 +11,9 @@ from .program import Instruction, Module, Shape
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "optimization-barrier", "async-done",
-    "async-update", "opt-barrier", "domain", "add-dependency", "bitcast-convert-free",
+    "async-update", "domain", "add-dependency",
 }  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
-_SAME = {"bitcast", "copy", "reshape", "transpose", "convert", "reverse", "optimization-barrier"}
 # How many instructions of a GPU one element takes; everything else that computes takes one.
 _WEIGHTS = {
     "exponential": 8, "exponential-minus-one": 14, "log": 14, "log-plus-one": 18, "tanh": 14,
@@ -92,7 +90,7 @@ def _fusion(module: Module, fusion: Instruction, given: list[tuple[Shape, ...]])
     own = {i.name: i for i in inside}
     demand: dict[str, float] = dict.fromkeys(own, 0.0)
     sliced: dict[str, float] = dict.fromkeys(own, 0.0)
-    root = _root(module, fusion.called[0], inside)
+    root = inside[-1]
     written = 0
     outputs = [own[n] for n in root.operands if n in own] if root.opcode == "tuple" else [root]
     updates = {}
@@ -100,7 +98,8 @@ def _fusion(module: Module, fusion: Instruction, given: list[tuple[Shape, ...]])
         update = _in_place(own, output)
         if update is not None:
             updates[update.name] = True
-            written += _bytes_of(own, update.operands[1])
+            place = 1 if update.opcode == "dynamic-update-slice" else 2
+            written += _bytes_of(own, update.operands[place])
         else:
             written += sum(s.nbytes for s in output.shapes if s.in_hbm)
         demand[output.name] = float(_size(output))
@@ -117,7 +116,7 @@ def _fusion(module: Module, fusion: Instruction, given: list[tuple[Shape, ...]])
             whole = _size(own[name])
             if instruction.opcode in _SLICES and place == 0:
                 sliced[name] = min(sliced[name] + wanted, whole)
-            elif instruction.opcode == "dynamic-update-slice" and place == 0:
+            elif instruction.opcode in ("dynamic-update-slice", "scatter") and place == 0:
                 kept = 0.0 if instruction.name in updates else wanted
                 demand[name] = max(demand[name], kept)
             elif instruction.opcode in ("broadcast", "concatenate", "pad", "dot", "reduce-window"):
@@ -136,16 +135,14 @@ def _fusion(module: Module, fusion: Instruction, given: list[tuple[Shape, ...]])
     return Access(read, written, int(operations))
 
 
-def _root(module: Module, name: str, inside: list[Instruction]) -> Instruction:
-    return inside[-1]
-
-
 def _in_place(own: dict[str, Instruction], output: Instruction) -> Instruction | None:
     """Returns the update that an output writes in place, if it only changes a part of a parameter."""
     found: Instruction | None = output
     while found is not None and found.opcode in ("bitcast", "convert", "copy", "reshape"):
         found = own.get(found.operands[0]) if found.operands else None
-    if found is None or found.opcode != "dynamic-update-slice":
+    if found is None or found.opcode not in ("dynamic-update-slice", "scatter"):
+        return None
+    if len(found.shapes) > 1 or len(found.operands) != (3 if found.opcode == "scatter" else len(found.operands)):
         return None
     into = own.get(found.operands[0])
     while into is not None and into.opcode in ("bitcast", "convert", "copy", "reshape"):
@@ -176,10 +173,6 @@ def _work(instruction: Instruction, shapes: tuple[Shape, ...]) -> int:
 
 
 def target_of(instruction: Instruction) -> str:
-    """Returns the library call of a custom call, or an empty string."""
+    """Returns the name of the library call of a custom call, or an empty string."""
     found = re.search(r'custom_call_target="((?:[^"\\]|\\.)*)"', instruction.rest)
     return found[1] if found else ""
-
-
-def unused(_: Any) -> None:
-    """Placeholder."""

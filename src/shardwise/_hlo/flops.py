@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .access import access_of
 from .program import Instruction, Module, Shape
 
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
@@ -61,7 +62,7 @@ def work_of(module: Module) -> Work:
                 if _multiplies(module, instruction):
                     missing["all but one run of a loop of unknown length"] += times
                 continue
-            found = _flops(module, computation, instruction)
+            found = flops_of(module, computation, instruction)
             if found is None:
                 missing[_name(instruction)] += times
             else:
@@ -77,7 +78,7 @@ def _multiplies(module: Module, loop: Instruction) -> bool:
             continue
         seen.add(name)
         for instruction in module.computations.get(name, ()):
-            if _flops(module, name, instruction) != 0:
+            if flops_of(module, name, instruction) != 0:
                 return True
             todo += instruction.called
     return False
@@ -96,28 +97,18 @@ def _name(instruction: Instruction) -> str:
 def bytes_accessed(module: Module) -> int:
     """Returns the bytes that one device reads and writes in main memory in a step.
 
-    Values inside a fusion do not count; a value counts once for each instruction that reads it.
+    Values inside a fusion do not count; a value counts once for each instruction that reads it,
+    and only the part of it that is read.
     """
-    total = 0
-    for computation, times, fused in module.runs():
-        if fused:
-            continue
-        own = module.by_name.get(computation, {})
-        for instruction in own.values():
-            if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-                continue
-            read = [s for name in instruction.operands if name in own for s in own[name].shapes]
-            total += times * sum(s.nbytes for s in (*read, *instruction.shapes) if s.in_hbm)
-    return total
+    return sum(
+        times * access_of(module, computation, instruction).total
+        for computation, times, fused in module.runs()
+        if not fused
+        for instruction in module.computations.get(computation, ())
+    )
 
 
-_FREE = {
-    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "partition-id", "replica-id", "optimization-barrier", "iota",
-}  # fmt: skip
-
-
-def _flops(module: Module, computation: str, instruction: Instruction) -> int | None:
+def flops_of(module: Module, computation: str, instruction: Instruction) -> int | None:
     """Returns the flops of one instruction; None if it may have some that are unknown."""
     if instruction.opcode in _UNKNOWN:
         return None

@@ -1,0 +1,145 @@
+"""How fast a chip does each kind of work: measured where there was one, scaled where there was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+
+from .._chips import CHIPS, Chip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Products:
+    """A model of matrix products on a GPU: tiles in waves over its cores.
+
+    Attributes:
+        start: seconds before the first tile.
+        rate: flops per second of one core on large tiles.
+        depth: the contracted length that one tile's beginning and end are worth.
+        small: how much smaller tiles cost: a tile of m x n reaches
+            `1 / (1 + small * (128 / m + 128 / n) / 2)` of the rate.
+        split: seconds that a product split along the contracted dim takes to be summed.
+        layouts: the share of the rate by how the operands lie: whether the contracted dim is the
+            contiguous one, of the first and of the second.
+    """
+
+    start: float
+    rate: float
+    depth: float
+    small: float
+    split: float
+    layouts: Mapping[tuple[bool, bool], float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GpuRates:
+    """The speeds of one GPU.
+
+    Attributes:
+        name: the chip.
+        label: `measured`, or `scaled` from the measured GPU named in `source`.
+        source: where the figures come from.
+        cores: the streaming multiprocessors.
+        products: by the dtype of the operands.
+        bandwidth: bytes per second of kernels that stream through memory.
+        cache_bytes: the size of the L2 cache.
+        scalar: scalar operations per second of all cores.
+        kernel: seconds that the smallest kernel takes, with its launch.
+        atomics: elements per second of a scatter that adds, by bytes of an element.
+        attention: flops per second of a long attention kernel by `(head depth, backward)`.
+        attention_length: the length at which attention reaches half of that, at depth 128.
+        power: the share of the product rate that is lost when a step does little else.
+        iteration: seconds that each iteration of a loop adds.
+        dispatch: seconds that one step takes at least to be launched.
+    """
+
+    name: str
+    label: str
+    source: str
+    cores: int
+    products: Mapping[str, Products]
+    bandwidth: float
+    cache_bytes: float
+    scalar: float
+    kernel: float
+    atomics: Mapping[int, float]
+    attention: Mapping[tuple[int, bool], float]
+    attention_length: float
+    power: float
+    iteration: float
+    dispatch: float
+
+
+_EVEN = {(True, True): 1.0, (True, False): 0.985, (False, False): 0.985, (False, True): 0.985}
+# TF32 tensor cores want both contracted dims contiguous.
+_TF32 = {(True, True): 1.0, (True, False): 0.86, (False, False): 0.61, (False, True): 0.7}
+
+H200 = GpuRates(
+    name="h200",
+    label="measured",
+    source="kernels of 11 recipes on one H200 (benchmarks/step_time)",
+    cores=132,
+    products={
+        "bf16": Products(3.0e-6, 7.96e12, 57, 0.256, 2.8e-6, _EVEN),
+        "f32": Products(4.0e-6, 8.6e12, 178, 2.14, 3.9e-6, _TF32),
+    },
+    bandwidth=4.2e12,
+    cache_bytes=60e6,
+    scalar=33e12,
+    kernel=1.5e-6,
+    atomics={2: 0.14e12, 4: 0.27e12},
+    attention={(128, False): 620e12, (128, True): 480e12, (64, False): 430e12, (64, True): 330e12},
+    attention_length=1150,
+    power=0.14,
+    iteration=2.0e-6,
+    dispatch=60e-6,
+)
+
+
+def _scaled(chip: Chip) -> GpuRates:
+    """Returns the H200's rates, scaled by what the datasheets say."""
+    gpu, known = chip.gpu, CHIPS["h200"]
+    assert gpu is not None and known.gpu is not None
+    peak = chip.bf16_flops_per_second / known.bf16_flops_per_second
+    memory = chip.hbm_bytes_per_second / known.hbm_bytes_per_second
+    each = peak * known.gpu.cores / gpu.cores
+    scalar = gpu.cores * gpu.fpus_per_core * gpu.clock_ghz
+    scalar /= known.gpu.cores * known.gpu.fpus_per_core * known.gpu.clock_ghz
+    return dataclasses.replace(
+        H200,
+        name=chip.name,
+        label="scaled",
+        source="the measured H200, scaled by the datasheets",
+        cores=gpu.cores,
+        products={
+            dtype: dataclasses.replace(rates, rate=rates.rate * each)
+            for dtype, rates in H200.products.items()
+        },
+        bandwidth=H200.bandwidth * memory,
+        cache_bytes=gpu.l2_bytes,
+        scalar=H200.scalar * scalar,
+        atomics={size: rate * memory for size, rate in H200.atomics.items()},
+        attention={key: rate * peak for key, rate in H200.attention.items()},
+        # The older chips reach their rates without meeting their power limits.
+        power=H200.power if chip.bf16_flops_per_second > 5e14 else 0.0,
+    )
+
+
+def gpu_rates(name: str) -> GpuRates:
+    """Returns the rates of a GPU.
+
+    Raises:
+        ValueError: there is no table for it; the nearest one is named.
+    """
+    chip = CHIPS.get(name)
+    if name == "h200":
+        return H200
+    if chip is None or chip.gpu is None:
+        known = [chip.name for chip in CHIPS.values() if chip.gpu is not None]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise ValueError(
+            f"there are no measured rates for {name!r}: the nearest chip that has them is "
+            f"{near[0]}; `shardwise chips measure` measures the devices of this machine"
+        )
+    return _scaled(chip)
