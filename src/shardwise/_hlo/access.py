@@ -51,7 +51,7 @@ def access_of(module: Module, computation: str, instruction: Instruction) -> Acc
     own = module.by_name[computation]
     given = [own[name].shapes for name in instruction.operands if name in own]
     written = sum(s.nbytes for s in instruction.shapes if s.in_hbm)
-    if opcode == "fusion" and instruction.called:
+    if opcode in ("fusion", "fusion-start") and instruction.called:
         return _fusion(module, instruction, given)
     if opcode == "async-start" and instruction.called:
         inner = module.computations.get(instruction.called[0], [])

@@ -150,12 +150,12 @@ class Module:
             for instruction in self.computations.get(name, ()):
                 opcode = instruction.opcode
                 # The end of an asynchronous pair names the computation again.
-                if opcode in ("async-done", "async-update"):
+                if opcode.endswith("-done") or opcode == "async-update":
                     continue
                 more = times
                 if opcode == "while":
                     more = times * (self.trips(name, instruction) or 1)
-                inside = fused or opcode == "fusion"
+                inside = fused or opcode in ("fusion", "fusion-start")
                 for called in instruction.called:
                     todo.append((called, more, inside))
 

@@ -40,8 +40,14 @@ class GpuPricer:
         if opcode == "custom-call":
             return self._call(computation, instruction)
         access = access_of(self.module, computation, instruction)
-        if opcode == "fusion" and instruction.called:
+        if opcode in ("fusion", "fusion-start") and instruction.called:
             inner = instruction.called[0]
+            calls = [
+                i for i in self.module.computations.get(inner, ()) if i.opcode == "custom-call"
+            ]
+            if calls:
+                # A library call that reads and writes slices of larger arrays in place.
+                return max((self._call(inner, i) for i in calls), key=lambda p: p.seconds)
             dots = [
                 i
                 for i in self.module.computations.get(inner, ())
@@ -67,7 +73,7 @@ class GpuPricer:
         moved = penalty * access.total / rates.bandwidth
         computed = access.operations / rates.scalar
         added = sum(count / self._atomics(size) for count, size in scattered)
-        body = max(moved, computed) + 0.6 * min(moved, computed)
+        body = max(moved, computed) + 0.5 * min(moved, computed)
         seconds = rates.kernel + max(body, added)
         kind = "scalar" if computed > moved else "memory"
         if max(body, added) < rates.kernel:
@@ -81,24 +87,23 @@ class GpuPricer:
     def _penalty(self, inner: str) -> float:
         """Returns how much slower than a copy a fusion streams, by what it does to its arrays."""
         inside = self.module.computations.get(inner, ())
-        found = {i.opcode for i in inside}
+        if not inside:
+            return 1.0
+        found, root = {i.opcode for i in inside}, inside[-1]
+        written = max((s.size for s in root.shapes), default=0)
         penalty = 1.0
-        pads = [i for i in inside if i.opcode == "pad" and i.shapes]
-        large = max((i.shapes[0].size for i in inside if i.shapes), default=0)
-        pads = [i for i in pads if 4 * i.shapes[0].size >= large]
-        if pads:
-            # Both sides of a pad are computed for each element, and loads are not vectorised.
+        pads = [i for i in inside if i.opcode == "pad" and 4 * i.shapes[0].size >= written]
+        if len(pads) > 1:
+            # All sides are computed for each element, and loads are not vectorised.
             narrow = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
-            penalty *= 2.5 if narrow and "slice" in found else 1.8
+            penalty = 2.5 if narrow and "slice" in found else 1.8
         if "transpose" in found:
-            penalty *= 1.3
-        if "reduce" in found:
-            penalty *= 1.12
-        root = inside[-1] if inside else None
-        if root is not None and found <= {"broadcast", "constant", "parameter", "bitcast", "convert"}:
+            penalty = max(penalty * 1.25, 1.4)
+        penalty *= max((_reducing(i, inside) for i in inside if i.opcode == "reduce"), default=1.0)
+        if found <= {"broadcast", "constant", "bitcast", "copy", "tuple"}:
             # Filling with elements of 2 bytes or less is not vectorised.
             if root.shapes and root.shapes[0].nbytes <= 2 * root.shapes[0].size:
-                penalty *= 2.4
+                penalty = 2.4
         return penalty
 
     def _scattered(self, inner: str) -> tuple[tuple[int, int], ...]:
@@ -211,9 +216,9 @@ class GpuPricer:
         half = rates.attention_length * near / 128 * 1.2
         half *= 1.0 if "CAUSAL" in instruction.rest else 0.5
         seconds = flops * (1 + half / max(1, length)) / rate
-        kernels = 5 if backward else 2
+        kernels = 7 if backward else 3
         streamed = (2.5 if backward else 1.0) * moved / rates.bandwidth
-        total = kernels * rates.kernel + max(seconds, streamed) + 0.3 * min(seconds, streamed)
+        total = kernels * rates.kernel + max(seconds, streamed) + 0.15 * min(seconds, streamed)
         return Price(total, "attention", moved, flops)
 
     def _convolved(
@@ -228,21 +233,19 @@ class GpuPricer:
         if groups > 1:
             seconds = flops / (15e12 * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
-        out = instruction.shapes[0]
-        labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
-        channels = shapes[0].dims[labels[1].index("f")] if labels and len(shapes[0].dims) == len(labels[1]) else 64
-        features = out.dims[labels[3].index("f")] if labels and len(out.dims) == len(labels[3]) else 64
-        columns = max(8, min(features, out.size))
-        rows = max(1, out.size // max(1, features))
+        rows, columns, channels = _implicit(instruction, shapes, wgrad)
         contracted = max(1, flops // max(1, 2 * rows * columns))
-        efficiency = 0.36 if wgrad else 0.62 if dgrad else 0.72
+        if channels < 8:
+            # Padded to what tensor cores take, and by kernels that nobody tunes for this.
+            seconds = flops / (25e12 * rates.bandwidth / 4.2e12)
+            return Price(rates.kernel + seconds, "convolution", moved, flops)
+        efficiency = 0.5 if wgrad else 0.65 if dgrad else 0.75
         if dtype in ("bf16", "f16"):
             efficiency *= 0.8
-        if channels < 8 or features < 8:
-            efficiency *= 0.2
         seconds = tiled_seconds(
-            products, rates.cores, rates.bandwidth, efficiency, 1, rows, columns, contracted
-        )
+            products, rates.cores, rates.bandwidth, efficiency, 1, rows, columns, contracted,
+            splits=_SPLITS if wgrad else (1,),
+        )  # fmt: skip
         streamed = 1.1 * moved / rates.bandwidth
         total = products.start + max(seconds, streamed) + 0.3 * min(seconds, streamed)
         return Price(total, "convolution", moved, flops)
@@ -266,12 +269,13 @@ def _products(rates: GpuRates, dtype: str) -> Products:
 def _tiled(
     start: float, rate: float, depth: float, small: float, split: float,
     cores: int, bandwidth: float, batch: int, rows: int, columns: int, contracted: int,
+    splits: tuple[int, ...],
 ) -> float:  # fmt: skip
     best = math.inf
     for m, n in _TILES:
         tiles = batch * -(-rows // m) * -(-columns // n)
         each = 2 * m * n * (1 + small * (128 / m + 128 / n) / 2) / rate
-        for parts in _SPLITS:
+        for parts in splits:
             if parts > 1 and contracted < 256 * parts:
                 break
             waves = -(-tiles * parts // cores)
@@ -284,13 +288,36 @@ def _tiled(
 
 def tiled_seconds(
     products: Products, cores: int, bandwidth: float, share: float,
-    batch: int, rows: int, columns: int, contracted: int,
+    batch: int, rows: int, columns: int, contracted: int, splits: tuple[int, ...] = _SPLITS,
 ) -> float:  # fmt: skip
     """Returns the seconds of a product in the best of many tilings, without its start."""
     return _tiled(
         products.start, products.rate * share, products.depth, products.small, products.split,
-        cores, bandwidth, batch, max(1, rows), max(1, columns), max(1, contracted),
+        cores, bandwidth, batch, max(1, rows), max(1, columns), max(1, contracted), splits,
     )  # fmt: skip
+
+
+def _reducing(reduce: Instruction, inside: list[Instruction]) -> float:
+    """Returns how much slower a reduction streams: over rows nearly as a copy, over columns not."""
+    given = next((i for i in inside if i.name in reduce.operands and i.shapes), None)
+    dims = {int(n) for n in re.findall(r"\d+", reduce.attribute("dimensions"))}
+    return 1.03 if given is None or _minor(given.shapes[0]) in dims else 1.2
+
+
+def _implicit(
+    instruction: Instruction, shapes: list[Shape], wgrad: bool
+) -> tuple[int, int, int]:
+    """Returns the rows and columns of a convolution as a product, and its input channels."""
+    out = instruction.shapes[0]
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
+    if labels is None or len(shapes[0].dims) != len(labels[1]):
+        return max(1, out.size // 64), 64, 64
+    channels = shapes[0].dims[labels[1].index("f")]
+    if wgrad and len(out.dims) == len(labels[2]):
+        rows = out.dims[labels[2].index("o")]
+        return rows, max(1, out.size // rows), channels
+    columns = out.dims[labels[3].index("f")] if len(out.dims) == len(labels[3]) else 64
+    return max(1, out.size // max(1, columns)), columns, channels
 
 
 def _minor(shape: Shape) -> int:

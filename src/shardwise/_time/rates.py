@@ -89,9 +89,9 @@ H200 = GpuRates(
     scalar=33e12,
     kernel=1.5e-6,
     atomics={2: 0.14e12, 4: 0.27e12},
-    attention={(128, False): 620e12, (128, True): 480e12, (64, False): 430e12, (64, True): 330e12},
+    attention={(128, False): 655e12, (128, True): 515e12, (64, False): 455e12, (64, True): 355e12},
     attention_length=1150,
-    power=0.14,
+    power=0.10,
     iteration=2.0e-6,
     dispatch=60e-6,
 )
