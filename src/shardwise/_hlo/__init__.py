@@ -21,5 +21,7 @@ from .source import Source as Source
 from .source import source_of as source_of
 from .traffic import Collective as Collective
 from .traffic import by_axis as by_axis
+from .traffic import collective_kind as collective_kind
+from .traffic import collective_parts as collective_parts
 from .traffic import collectives as collectives
 from .traffic import replica_groups as replica_groups

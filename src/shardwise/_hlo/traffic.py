@@ -121,6 +121,36 @@ def _kind(module: Module, computation: str, instruction: Instruction) -> str:
     return kind
 
 
+def collective_kind(module: Module, computation: str, instruction: Instruction) -> str:
+    """Returns the HLO name of the collective that an instruction is, or an empty string."""
+    if instruction.opcode.removesuffix("-start") not in _KINDS:
+        return ""
+    return _kind(module, computation, instruction)
+
+
+def collective_parts(
+    module: Module,
+    computation: str,
+    instruction: Instruction,
+    mesh: Mapping[str, int],
+    devices: int,
+) -> tuple[int, list[list[int]], tuple[str, ...]]:
+    """Returns a collective's bytes on one device, its groups of devices, and its mesh axes.
+
+    The bytes are those of the larger of what it takes and what it gives.
+    """
+    taken = sum(shape.nbytes for shape in _operands(module, computation, instruction))
+    members, axes = _axes(instruction, mesh)
+    pairs = instruction.attribute("source_target_pairs")
+    groups = (
+        [pair for pair in _lists(pairs) if pair[0] != pair[1]]
+        if pairs
+        else replica_groups(instruction.attribute("replica_groups"), devices)
+    )
+    size = taken * members if instruction.opcode.startswith("all-gather") else taken
+    return size, groups, axes
+
+
 def _operands(module: Module, computation: str, instruction: Instruction) -> list[Shape]:
     own = module.by_name[computation]
     return [shape for name in instruction.operands if name in own for shape in own[name].shapes]

@@ -170,7 +170,9 @@ class GpuPricer:
         seconds = tiled_seconds(products, rates.cores, rates.bandwidth, share, *sizes)
         streamed = moved / rates.bandwidth
         total = products.start + max(seconds, streamed) + 0.15 * min(seconds, streamed)
-        kind = "memory" if streamed > seconds else "product"
+        kind = "product" if shapes[0].nbytes <= 2 * shapes[0].size else "wide product"
+        if streamed > seconds:
+            kind = "memory"
         if max(seconds, streamed) < products.start:
             kind = "launch"
         return Price(total, kind, moved, flops)

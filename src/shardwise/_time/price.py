@@ -7,6 +7,7 @@ import dataclasses
 # How far off each kind of kernel may be, as a share of its time: what was seen on an H200.
 SPREAD = {
     "product": 0.06,
+    "wide product": 0.1,  # of float32 and wider
     "attention": 0.12,
     "convolution": 0.2,
     "memory": 0.1,
@@ -41,6 +42,7 @@ class Price:
         """What it waits for: `compute`, `memory`, `launch` or `communication`."""
         return {
             "product": "compute",
+            "wide product": "compute",
             "attention": "compute",
             "convolution": "compute",
             "scalar": "compute",

@@ -1,0 +1,224 @@
+"""Runs a program's own order on streams: compute, and one for each kind of link."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from .._hlo import Instruction, Module, collective_kind, collective_parts
+from .links import Link
+from .price import FREE, Price
+
+COMPUTE = "compute"
+# Loops are drawn for this many iterations; the others take as long as the last one drawn.
+DRAWN = 2
+
+
+class Pricer(Protocol):
+    """Prices the instructions of a program on one kind of chip."""
+
+    def price(self, computation: str, instruction: Instruction) -> Price:
+        """Returns what one run of an instruction costs."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slice:
+    """One instruction on a stream.
+
+    Attributes:
+        instruction: what runs.
+        computation: where it stands.
+        stream: `compute`, or the link that it runs over.
+        start: seconds since the step began.
+        seconds: how long it takes.
+        times: how many times a step runs it like this.
+        price: what it costs alone.
+        axes: the mesh axes that a collective runs over.
+        exposed: seconds that the compute stream waits for it.
+    """
+
+    instruction: Instruction
+    computation: str
+    stream: str
+    start: float
+    seconds: float
+    times: int
+    price: Price
+    axes: tuple[str, ...] = ()
+    exposed: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
+class _Flight:
+    end: float
+    place: int  # of its slice
+
+
+class Schedule:
+    """One step of a program on a device.
+
+    Attributes:
+        slices: what ran when, loops for a few iterations.
+        seconds: when the last stream ends.
+        gaps: `(start, seconds, times)` of what stands for the iterations that are not drawn.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        pricer: Pricer,
+        link: Callable[[str, float, Sequence[Sequence[int]]], Link],
+        mesh: Mapping[str, int],
+        *,
+        iteration: float = 0.0,
+        scale: Callable[[Price], float] = lambda price: 1.0,
+    ):
+        """Runs the program.
+
+        Args:
+            module: the program.
+            pricer: what its instructions cost.
+            link: how long a collective takes, by kind, bytes and groups.
+            mesh: the sizes of the mesh's axes by name.
+            iteration: seconds that each iteration of a loop adds.
+            scale: a factor for each price, such as 0 for what is to be free.
+        """
+        self.module, self.pricer, self.link, self.mesh = module, pricer, link, dict(mesh)
+        self.iteration, self.scale = iteration, scale
+        self.slices: list[Slice] = []
+        self.gaps: list[tuple[float, float, int]] = []
+        self.now = 0.0
+        self.free: dict[str, float] = {}
+        self.flights: dict[tuple[str, str], _Flight] = {}
+        self.prices: dict[tuple[str, str], Price] = {}
+        self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...]]] = {}
+        self.devices = 1
+        for size in self.mesh.values():
+            self.devices *= size
+        self._run(module.entry, 1)
+        self.seconds = max([self.now, *self.free.values()])
+
+    def _run(self, computation: str, times: int) -> None:
+        for instruction in self.module.computations.get(computation, ()):
+            opcode = instruction.opcode
+            if opcode == "while":
+                self._loop(computation, instruction, times)
+            elif opcode in ("call", "async-start", "call-start") and instruction.called:
+                self._called(computation, instruction, times)
+            elif opcode == "conditional":
+                # Which branch runs is not known: the first one, as for a flag that is set.
+                self._run(instruction.called[0], times)
+            elif opcode.endswith("-done"):
+                self._wait(computation, instruction)
+            elif collective_kind(self.module, computation, instruction):
+                self._collective(computation, instruction, times)
+            else:
+                self._compute(computation, instruction, times)
+
+    def _called(self, computation: str, instruction: Instruction, times: int) -> None:
+        inner = instruction.called[0]
+        found = self.module.computations.get(inner, ())
+        if instruction.opcode == "call" or len(found) > 4:
+            self._run(inner, times)
+            return
+        # An asynchronous computation around one collective.
+        for i in found:
+            if collective_kind(self.module, inner, i):
+                self._launch(inner, i, times, (computation, instruction.name))
+                return
+        self._run(inner, times)
+
+    def _loop(self, computation: str, loop: Instruction, times: int) -> None:
+        body = re.search(r"body=%?([\w.\-]+)", loop.rest)
+        if body is None:
+            return
+        trips = self.module.trips(computation, loop) or 1
+        last = 0.0
+        drawn = min(trips, DRAWN)
+        for number in range(drawn):
+            begin = self.now
+            rest = trips - drawn + 1 if number == drawn - 1 else 1
+            self._run(body[1], times * rest)
+            self._spend(self.iteration)
+            last = self.now - begin
+        if trips > drawn:
+            skipped = (trips - drawn) * last
+            self.gaps.append((self.now, skipped, trips - drawn))
+            self._spend(skipped)
+
+    def _spend(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _price(self, computation: str, instruction: Instruction) -> Price:
+        key = (computation, instruction.name)
+        if key not in self.prices:
+            price = self.pricer.price(computation, instruction)
+            factor = self.scale(price) if price is not FREE else 1.0
+            if factor != 1.0:
+                price = dataclasses.replace(price, seconds=factor * price.seconds)
+            self.prices[key] = price
+        return self.prices[key]
+
+    def _compute(self, computation: str, instruction: Instruction, times: int) -> None:
+        price = self._price(computation, instruction)
+        if price is FREE or not price.seconds:
+            return
+        self.slices.append(
+            Slice(instruction, computation, COMPUTE, self.now, price.seconds, times, price)
+        )
+        self.now += price.seconds
+
+    def _collective(self, computation: str, instruction: Instruction, times: int) -> None:
+        key = (computation, instruction.name)
+        self._launch(computation, instruction, times, key)
+        if not instruction.opcode.endswith("-start"):
+            self._land(key)
+
+    def _linked(self, computation: str, instruction: Instruction) -> tuple[Link, tuple[str, ...]]:
+        key = (computation, instruction.name)
+        if key not in self.links:
+            kind = collective_kind(self.module, computation, instruction)
+            size, groups, axes = collective_parts(
+                self.module, computation, instruction, self.mesh, self.devices
+            )
+            if all(len(set(group)) <= 1 for group in groups) or not size:
+                self.links[key] = (Link("none", 0.0), axes)
+            else:
+                found = self.link(kind, size, groups)
+                price = Price(found.seconds, "collective", size)
+                found = dataclasses.replace(found, seconds=found.seconds * self.scale(price))
+                self.links[key] = (found, axes)
+        return self.links[key]
+
+    def _launch(
+        self, computation: str, instruction: Instruction, times: int, key: tuple[str, str]
+    ) -> None:
+        link, axes = self._linked(computation, instruction)
+        if not link.seconds:
+            return
+        start = max(self.now, self.free.get(link.name, 0.0))
+        end = start + link.seconds
+        self.free[link.name] = end
+        price = Price(link.seconds, "collective")
+        self.flights[key] = _Flight(end, len(self.slices))
+        self.slices.append(
+            Slice(instruction, computation, link.name, start, link.seconds, times, price, axes)
+        )
+
+    def _wait(self, computation: str, done: Instruction) -> None:
+        for name in done.operands:
+            self._land((computation, name))
+
+    def _land(self, key: tuple[str, str]) -> None:
+        flight = self.flights.pop(key, None)
+        if flight is None:
+            return
+        waited = max(0.0, flight.end - self.now)
+        if waited:
+            known = self.slices[flight.place]
+            self.slices[flight.place] = dataclasses.replace(known, exposed=waited)
+            self.now = flight.end
+

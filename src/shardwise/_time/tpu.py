@@ -1,0 +1,109 @@
+"""Prices instructions of a program compiled for TPUs, by the compiler's own estimate of cycles."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from .._chips import Chips
+from .._hlo import Instruction, Module, access_of, flops_of, target_of
+from .links import Torus
+from .price import FREE, Price
+
+# Cycles per second: the measured rate of a large product where one is published (v6e 827, tpu7x 956
+# TFLOP/s), else XLA's own peak, divided by the flops per cycle that the compiler estimates for it.
+CLOCKS = {"v4": 1.07e9, "v5e": 1.63e9, "v5p": 1.667e9, "v6e": 2.24e9, "tpu7x": 2.26e9}
+# What attention kernels reach of a device's peak.
+_ATTENTION = 0.5
+_MEMORY_SHARE = 0.85
+_START = 1e-6
+
+
+class TpuPricer:
+    """Prices each instruction of a module on one kind of TPU."""
+
+    def __init__(self, module: Module, chips: Chips):
+        """Takes the program and the chips."""
+        self.module, self.chips = module, chips
+        self.clock = CLOCKS[chips.chip.name]
+        each = chips.chip.devices_per_chip
+        self.peak = chips.chip.bf16_flops_per_second / each
+        self.bandwidth = chips.chip.hbm_bytes_per_second / each * _MEMORY_SHARE
+
+    def price(self, computation: str, instruction: Instruction) -> Price:
+        """Returns what one run of an instruction costs, without what it calls in loops."""
+        opcode = instruction.opcode
+        if opcode in ("while", "conditional", "call"):
+            return FREE
+        access = access_of(self.module, computation, instruction)
+        cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.rest)
+        if opcode == "custom-call":
+            flops = flops_of(self.module, computation, instruction)
+            if flops:
+                seconds = max(flops / (_ATTENTION * self.peak), access.total / self.bandwidth)
+                return Price(_START + seconds, "attention", access.total, flops)
+            if flops is None and "tpu_custom_call" in target_of(instruction):
+                seconds = _START + access.total / self.bandwidth
+                return Price(seconds, "unknown", access.total, 0, known=False)
+            return FREE
+        if cycles is not None:
+            flops = self._flops(computation, instruction)
+            seconds = int(cycles[1]) / self.clock
+            streamed = access.total / self.bandwidth
+            memory = streamed > 0.6 * seconds and flops < 0.3 * seconds * self.peak
+            return Price(seconds, "memory" if memory else "cycles", access.total, flops)
+        if opcode in ("copy-start", "copy-done", "slice-start") or not access.total:
+            # Moves between memories, which the compiler hides behind other work.
+            return FREE
+        return Price(access.total / self.bandwidth, "memory", access.total)
+
+    def _flops(self, computation: str, instruction: Instruction) -> int:
+        own = flops_of(self.module, computation, instruction) or 0
+        if instruction.opcode == "fusion" and instruction.called:
+            inner = instruction.called[0]
+            for i in self.module.computations.get(inner, ()):
+                own += flops_of(self.module, inner, i) or 0
+        return own
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Device:
+    """What JAX asks a TPU when it arranges a mesh."""
+
+    id: int
+    coords: tuple[int, ...]
+    core_on_chip: int
+    device_kind: str
+    platform: str = "tpu"
+    process_index: int = 0
+    slice_index: int = 0
+
+
+def torus_of(chips: Chips, mesh: Mapping[str, int]) -> Torus:
+    """Returns where each device of a mesh lies, as JAX arranges a mesh on these chips."""
+    from jax.experimental import mesh_utils
+
+    sizes = (*chips.topology, 1)[:3]
+    if len(chips.topology) == 3:
+        # Cubes of 4 x 4 x 4 chips are joined by optical switches into rings.
+        whole = all(size % 4 == 0 for size in sizes)
+        wraps = tuple(whole for _ in sizes)
+    else:
+        wraps = tuple(size >= 16 for size in sizes)
+    places = [place[::-1] for place in np.ndindex(*reversed(sizes))]
+    devices = [
+        _Device(number, tuple(int(x) for x in place), core, chips.chip.kind)
+        for number, (place, core) in enumerate(
+            (place, core) for place in places for core in range(chips.chip.devices_per_chip)
+        )
+    ]
+    shape, given = tuple(mesh.values()), cast(list[Any], devices)
+    try:
+        made = mesh_utils.create_device_mesh(shape, given)
+    except NotImplementedError:  # the axes do not match the torus
+        made = mesh_utils.create_device_mesh(shape, given, allow_split_physical_axes=True)
+    return Torus(tuple(device.coords for device in made.flat), sizes, wraps)
