@@ -166,4 +166,5 @@ FITTED = (
     "ConvNeXt 192, bf16",
     "MLP 8192, bf16",
     "GRU 1024, 128 steps",
+    "UNet 64, f32",  # its convolutions with the image as their kernel were missed by 23% before
 )

@@ -20,6 +20,7 @@ from .help_text import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
 
 if TYPE_CHECKING:
     from .._compile import Compiled, Plan
+    from .._time import Timeline
     from .._layout import Layout
     from .rules_file import RulesFile
 
@@ -412,12 +413,12 @@ def _is_same(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.samefile(other)
 
 
-def save_to(path: str | None, result: Layout | Compiled) -> None:
-    """Writes the file of `--save`, and says so on stderr."""
+def save_to(path: str | None, result: Layout | Compiled | Timeline, flag: str = "--save") -> None:
+    """Writes the file of `--save` or another option, and says so on stderr."""
     if path is None:
         return
     try:
         result.save(path)
     except OSError as error:
-        raise ValueError(f"--save {path} cannot be written: {error.strerror}") from error
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from error
     typer.echo(f"saved {path}", err=True)

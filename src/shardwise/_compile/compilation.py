@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from .._base import public
 from .._check import Findings
-from .._chips import Chips
+from .._chips import CHIPS, Chips
 from .._hlo import (
     EDGES,
     Reshard,
@@ -27,6 +30,7 @@ from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
+from .._time import Machine, time_of
 from .findings import Facts, compile_findings
 from .job import Job, job_of, traced
 from .result import Compiled, Memory
@@ -204,7 +208,12 @@ def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     total = memory.temporaries if memory else None
     buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
     work = work_of(module) if module else None
+    machine = _machine(mesh) if program.stats and not program.refused else None
+    time = time_of(module, machine, job.paths, _tokens(job.batch)) if module and machine else None
     compiled = Compiled(
+        time=time,
+        machine=machine,
+        paths=job.paths,
         chips=where,
         platform=platform,
         mesh=dict(mesh.shape),
@@ -227,6 +236,26 @@ def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     )
     findings = Findings(tuple(compile_findings(compiled, facts)))
     return dataclasses.replace(compiled, findings=findings)
+
+
+def _machine(mesh: AnyMesh) -> Machine | None:
+    """Returns the chips that a program is priced on, if there are rates for them."""
+    chips = chips_of(mesh)
+    if chips is None and isinstance(mesh, Mesh):
+        kind = mesh.devices.flat[0].device_kind
+        chip = next((chip for chip in CHIPS.values() if chip.gpu and chip.kind in kind), None)
+        if chip is not None:
+            hosts = len({device.process_index for device in mesh.devices.flat})
+            chips = Chips(chip, (hosts, mesh.size // hosts))
+    return Machine(chips, dict(mesh.shape)) if chips is not None else None
+
+
+def _tokens(batch: Any) -> int | None:
+    """Returns how many tokens a global batch has: the elements of its first array of integers."""
+    for leaf in jax.tree.leaves(batch):
+        if len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return math.prod(leaf.shape)
+    return None
 
 
 def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._base import public, show_bytes, show_devices, show_flops, text_table, write_atomically
 from .._check import Findings
-from .._hlo import Buffer, Collective, by_axis
+from .._hlo import Buffer, Collective, by_axis, parse_hlo
 from .._layout import Layout
+from .._time import Machine, StepTime, Timeline, timeline_of
 
 if TYPE_CHECKING:
     from .._report import Report
@@ -96,6 +97,7 @@ class Compiled:
             program.
         bytes_accessed: memory traffic of one device in a step (compiled); None without a program.
         findings: what only a compilation can show: SW301 to SW304.
+        time: how long a step takes (modelled); None for chips without rates, or without a program.
         not_counted: the kernels whose flops are unknown and therefore not in `flops`, by name,
             with how many times a step runs each.
         noise: what the compiler printed.
@@ -115,12 +117,43 @@ class Compiled:
     flops: int | None
     bytes_accessed: int | None
     findings: Findings
+    time: StepTime | None = None
     not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
     noise: str = dataclasses.field(default="", repr=False)
     seconds: float = 0.0
     cached: bool = False
     hlo: str = dataclasses.field(default="", repr=False)
     layout: Layout | None = dataclasses.field(default=None, repr=False, compare=False)
+    machine: Machine | None = dataclasses.field(default=None, repr=False, compare=False)
+    paths: tuple[str, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    def timeline(self) -> Timeline:
+        """Returns when each instruction of the step runs (modelled), to open in Perfetto.
+
+        Raises:
+            ValueError: there is no program, or there are no rates for its chips.
+
+        Example:
+            >>> import jax, optax, shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+            >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+            >>> compiled = sw.compile(make, layout, inputs=jax.ShapeDtypeStruct((8, 64), "float32"))
+            >>> compiled.timeline()
+            Traceback (most recent call last):
+            ...
+            ValueError: there is no timeline for cpu: step times are modelled for GPUs and TPUs
+        """
+        if self.machine is None or not self.hlo:
+            why = (
+                "a saved compilation does not keep its program"
+                if self.time is not None
+                else "step times are modelled for GPUs and TPUs"
+            )
+            raise ValueError(f"there is no timeline for {self.chips}: {why}")
+        module = parse_hlo(self.hlo)
+        title = f"one step on one of {math.prod(self.mesh.values())} devices of {self.chips}"
+        return timeline_of(module, self.machine.throttled(module), self.paths, title)
 
     @property
     def has_program(self) -> bool:
@@ -215,6 +248,8 @@ class Compiled:
             if self.not_counted:
                 text += f"\nflops not counted: {show_not_counted(self.not_counted)}"
             parts.append(text)
+        if self.time is not None:
+            parts.append(str(self.time))
         parts.append(str(self.findings) if self.findings else self.findings.summary)
         return "\n\n".join(parts)
 
@@ -246,6 +281,7 @@ class Compiled:
             "flops": self.flops,
             "not_counted": self.not_counted,
             "bytes_accessed": self.bytes_accessed,
+            "time": self.time.to_dict() if self.time is not None else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,
             "cached": self.cached,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from .._base import public
 from .._check import Finding, Findings
 from .._hlo import Buffer, Collective, Source
+from .._time import StepTime
 from .result import FORMAT, Compiled, Memory
 
 T = TypeVar("T")
@@ -75,6 +76,7 @@ def _compiled(found: Any) -> Compiled:
         "buffers": _rows(Buffer, found["buffers"], "buffers"),
         "findings": Findings(_rows(Finding, found["findings"], "findings")),
         "not_counted": found.get("not_counted", {}),
+        "time": _time(found.get("time")),
     }
     made = _made(Compiled, fields, "it")
     # Derived fields are saved too: if they disagree with the rest, the file was changed.
@@ -85,6 +87,15 @@ def _compiled(found: Any) -> Compiled:
     if made.has_program != seen or (made.memory and not _adds_up(made.memory)):
         raise ValueError("it is damaged: its numbers do not agree with each other")
     return made
+
+
+def _time(row: Any) -> StepTime | None:
+    if row is None:
+        return None
+    try:
+        return StepTime.from_dict(row)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"its 'time' is damaged ({error})") from error
 
 
 def _upgraded(found: dict[str, Any]) -> dict[str, Any]:
@@ -116,7 +127,7 @@ def _made(kind: type[T], row: Any, where: str) -> T:
     """Returns a dataclass with the fields in `row`, each of which must have its declared type."""
     if not isinstance(row, dict):
         raise ValueError(f"its {where!r} is a {type(row).__name__} instead of an object")
-    hints = typing.get_type_hints(kind, localns={"Layout": object})
+    hints = typing.get_type_hints(kind, localns={"Layout": object, "Machine": object})
     fields = {}
     for field in dataclasses.fields(typing.cast(Any, kind)):
         if field.name not in row:

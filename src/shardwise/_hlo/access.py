@@ -142,7 +142,9 @@ def _in_place(own: dict[str, Instruction], output: Instruction) -> Instruction |
         found = own.get(found.operands[0]) if found.operands else None
     if found is None or found.opcode not in ("dynamic-update-slice", "scatter"):
         return None
-    if len(found.shapes) > 1 or len(found.operands) != (3 if found.opcode == "scatter" else len(found.operands)):
+    if len(found.shapes) > 1 or len(found.operands) != (
+        3 if found.opcode == "scatter" else len(found.operands)
+    ):
         return None
     into = own.get(found.operands[0])
     while into is not None and into.opcode in ("bitcast", "convert", "copy", "reshape"):

@@ -12,12 +12,12 @@ from typing import Any
 from .._base import public, text_table
 from .._chips import Chips
 from .._hlo import Module, source_of
-from .gpu import GpuPricer
+from .kernels import GpuPricer
 from .links import gpu_seconds, tpu_seconds
 from .price import SPREAD, Price
 from .rates import GpuRates, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
-from .tpu import TpuPricer, torus_of
+from .cycles import TpuPricer, torus_of
 
 # A step is launched by the host; what the device waits for in between.
 PARTS = ("compute", "memory", "communication", "launch", "unknown")
@@ -274,6 +274,11 @@ class Machine:
             scale=scale,
         )
 
+    def throttled(self, module: Module) -> Schedule:
+        """Returns one step of a program on these chips, within their power limits."""
+        slower = _throttled(self, self.schedule(module))
+        return self.schedule(module, lambda p: slower if p.kind == "product" else 1.0)
+
     @functools.cached_property
     def _torus(self) -> Any:
         return torus_of(self.chips, self.mesh)
@@ -348,7 +353,7 @@ def _parts(schedule: Schedule, seconds: float) -> dict[str, float]:
         if s.stream == COMPUTE:
             found[s.price.bound] += s.seconds * s.times
         else:
-            found["communication"] += s.exposed * s.times
+            found[s.price.bound] += s.exposed * s.times
     # The rest: iterations of loops, waits for the last transfer, and the launch of the step.
     found["launch"] += max(0.0, seconds - sum(found.values()))
     return {name: value for name, value in found.items() if value}
@@ -357,7 +362,7 @@ def _parts(schedule: Schedule, seconds: float) -> dict[str, float]:
 def _communication(schedule: Schedule) -> tuple[Communication, ...]:
     found: dict[tuple[tuple[str, ...], str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for s in schedule.slices:
-        if s.stream != COMPUTE:
+        if s.price.bound == "communication":
             row = found[s.axes, s.stream]
             row[0] += s.seconds * s.times
             row[1] += s.exposed * s.times
@@ -371,7 +376,9 @@ def _bounds(schedule: Schedule, seconds: float) -> tuple[float, float]:
     for s in schedule.slices:
         spent = s.seconds if s.stream == COMPUTE else s.exposed
         by_kind[s.price.kind] += spent * s.times
-    off = math.sqrt(sum((SPREAD[kind] * t) ** 2 for kind, t in by_kind.items() if kind != "unknown"))
+    off = math.sqrt(
+        sum((SPREAD[kind] * t) ** 2 for kind, t in by_kind.items() if kind != "unknown")
+    )
     off = max(off, 0.04 * seconds)
     # A kernel that no model knows takes at least what its memory takes.
     return max(0.0, seconds - off), seconds + off + 10 * by_kind["unknown"]

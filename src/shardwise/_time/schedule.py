@@ -12,6 +12,7 @@ from .links import Link
 from .price import FREE, Price
 
 COMPUTE = "compute"
+COPY = "copy"
 # Loops are drawn for this many iterations; the others take as long as the last one drawn.
 DRAWN = 2
 
@@ -113,6 +114,8 @@ class Schedule:
                 self._run(instruction.called[0], times)
             elif opcode.endswith("-done"):
                 self._wait(computation, instruction)
+            elif opcode == "fusion-start":
+                self._copy(computation, instruction, times)
             elif collective_kind(self.module, computation, instruction):
                 self._collective(computation, instruction, times)
             else:
@@ -171,6 +174,13 @@ class Schedule:
         )
         self.now += price.seconds
 
+    def _copy(self, computation: str, instruction: Instruction, times: int) -> None:
+        """Runs an asynchronous fusion, which moves slices while something else computes."""
+        price = self._price(computation, instruction)
+        if price is not FREE and price.seconds:
+            key = (computation, instruction.name)
+            self._fly(COPY, price, computation, instruction, times, key)
+
     def _collective(self, computation: str, instruction: Instruction, times: int) -> None:
         key = (computation, instruction.name)
         self._launch(computation, instruction, times, key)
@@ -199,13 +209,26 @@ class Schedule:
         link, axes = self._linked(computation, instruction)
         if not link.seconds:
             return
-        start = max(self.now, self.free.get(link.name, 0.0))
-        end = start + link.seconds
-        self.free[link.name] = end
         price = Price(link.seconds, "collective")
+        self._fly(link.name, price, computation, instruction, times, key, axes)
+
+    def _fly(
+        self,
+        stream: str,
+        price: Price,
+        computation: str,
+        instruction: Instruction,
+        times: int,
+        key: tuple[str, str],
+        axes: tuple[str, ...] = (),
+    ) -> None:
+        """Starts something on a stream as soon as the stream is free."""
+        start = max(self.now, self.free.get(stream, 0.0))
+        end = start + price.seconds
+        self.free[stream] = end
         self.flights[key] = _Flight(end, len(self.slices))
         self.slices.append(
-            Slice(instruction, computation, link.name, start, link.seconds, times, price, axes)
+            Slice(instruction, computation, stream, start, price.seconds, times, price, axes)
         )
 
     def _wait(self, computation: str, done: Instruction) -> None:
@@ -221,4 +244,3 @@ class Schedule:
             known = self.slices[flight.place]
             self.slices[flight.place] = dataclasses.replace(known, exposed=waited)
             self.now = flight.end
-

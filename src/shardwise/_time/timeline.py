@@ -66,9 +66,7 @@ class Timeline:
         write_atomically(path, json.dumps(self.to_chrome(), separators=(",", ":")) + "\n")
 
 
-def timeline_of(
-    module: Module, schedule: Schedule, paths: Collection[str], title: str
-) -> Timeline:
+def timeline_of(module: Module, schedule: Schedule, paths: Collection[str], title: str) -> Timeline:
     """Returns the timeline of a schedule."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
     events = []

@@ -35,9 +35,9 @@ from ..options import (
     name="compile",
     help=f"""Compile the training step with the real compiler of chips that need not be present.
 
-The verdict comes first: whether it fits, and how much memory is left. Then come the memory of one
-device, drawn against its capacity, the collectives by axis with the lines that caused them, and the
-findings. For a model that is not a recipe, the forward pass is compiled, and --inputs gives its
+The verdict comes first: whether it fits, how much memory is left, and how long a step takes. Then
+come the memory of one device, drawn against its capacity, the collectives by axis with the lines that
+caused them, the time by part, module and line, and the findings. For a model that is not a recipe, the forward pass is compiled, and --inputs gives its
 arguments.
 
 {TARGETS}
@@ -80,22 +80,36 @@ def compile_command(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write a timeline of the step (modelled), which Perfetto opens.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     format: FormatOption = Format.text,
 ) -> None:
     """Compiles a step and shows what it costs."""
     require_devices(on)
     require_writable(save, inputs=(target, rules))
+    require_writable(trace, "--trace", inputs=(target, rules))
     found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
     compiled = compile_target(target, found, layout, inputs, method)
     save_to(save, compiled)  # before anything is printed: the reader may close the pipe early
+    if trace is not None:
+        save_to(trace, compiled.timeline(), "--trace")
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:
         from ..bars import bar
 
         tell(compiled.verdict)
+        if compiled.time is not None:
+            tell(compiled.time.verdict)
         if compiled.memory is not None:
             tell(bar(compiled.memory.parts, compiled.memory.capacity))
         tell(f"\n{compiled.details}")

@@ -140,7 +140,9 @@ class GpuPricer:
             return self._convolved(instruction, shapes, "convForward", flops, moved)
         if instruction.opcode == "ragged-dot":
             out = instruction.shapes[0]
-            return self._matmul((1, *out.dims[-2:], shapes[0].dims[-1]), shapes, (True, False), flops, moved)
+            return self._matmul(
+                (1, *out.dims[-2:], shapes[0].dims[-1]), shapes, (True, False), flops, moved
+            )
         numbers = [
             [int(n) for n in re.findall(r"\d+", instruction.attribute(name))]
             for name in ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims")
@@ -241,6 +243,10 @@ class GpuPricer:
             # Padded to what tensor cores take, and by kernels that nobody tunes for this.
             seconds = flops / (25e12 * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
+        if max((int(n) for n in re.findall(r"\d+", _window_size(instruction))), default=1) >= 32:
+            # A gradient written as a convolution with the image as its kernel: nobody tunes for it.
+            seconds = flops / (6e12 * rates.bandwidth / 4.2e12)
+            return Price(rates.kernel + seconds, "convolution", moved, flops)
         efficiency = 0.5 if wgrad else 0.65 if dgrad else 0.75
         if dtype in ("bf16", "f16"):
             efficiency *= 0.8
@@ -260,7 +266,9 @@ def _products(rates: GpuRates, dtype: str) -> Products:
         return rates.products["bf16"]
     if dtype.startswith("f8"):
         bf16 = rates.products["bf16"]
-        return Products(bf16.start, 1.8 * bf16.rate, bf16.depth, bf16.small, bf16.split, bf16.layouts)
+        return Products(
+            bf16.start, 1.8 * bf16.rate, bf16.depth, bf16.small, bf16.split, bf16.layouts
+        )
     if dtype == "f64":
         f32 = rates.products["f32"]
         return Products(f32.start, 0.1 * f32.rate, f32.depth, f32.small, f32.split, f32.layouts)
@@ -299,6 +307,11 @@ def tiled_seconds(
     )  # fmt: skip
 
 
+def _window_size(instruction: Instruction) -> str:
+    found = re.search(r"size=([\dx]+)", instruction.attribute("window"))
+    return found[1] if found else ""
+
+
 def _reducing(reduce: Instruction, inside: list[Instruction]) -> float:
     """Returns how much slower a reduction streams: over rows nearly as a copy, over columns not."""
     given = next((i for i in inside if i.name in reduce.operands and i.shapes), None)
@@ -306,9 +319,7 @@ def _reducing(reduce: Instruction, inside: list[Instruction]) -> float:
     return 1.03 if given is None or _minor(given.shapes[0]) in dims else 1.2
 
 
-def _implicit(
-    instruction: Instruction, shapes: list[Shape], wgrad: bool
-) -> tuple[int, int, int]:
+def _implicit(instruction: Instruction, shapes: list[Shape], wgrad: bool) -> tuple[int, int, int]:
     """Returns the rows and columns of a convolution as a product, and its input channels."""
     out = instruction.shapes[0]
     labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
