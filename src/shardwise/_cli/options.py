@@ -20,8 +20,8 @@ from .help_text import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
 
 if TYPE_CHECKING:
     from .._compile import Compiled, Plan
-    from .._time import Timeline
     from .._layout import Layout
+    from .._time import Timeline
     from .rules_file import RulesFile
 
 app = typer.Typer(

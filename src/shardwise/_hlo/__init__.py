@@ -19,6 +19,7 @@ from .resharding import reshards as reshards
 from .source import EDGES as EDGES
 from .source import Source as Source
 from .source import source_of as source_of
+from .source import user_place as user_place
 from .traffic import Collective as Collective
 from .traffic import by_axis as by_axis
 from .traffic import collective_kind as collective_kind

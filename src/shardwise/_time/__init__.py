@@ -1,5 +1,7 @@
 """How long a program takes: what its instructions cost, when each runs, and why."""
 
+from .price import SPREAD as SPREAD
+from .price import Price as Price
 from .rates import gpu_rates as gpu_rates
 from .result import Communication as Communication
 from .result import Machine as Machine

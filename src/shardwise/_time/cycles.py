@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -10,13 +11,15 @@ from typing import Any, cast
 import numpy as np
 
 from .._chips import Chips
-from .._hlo import Instruction, Module, access_of, flops_of, target_of
+from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
 from .links import Torus
 from .price import FREE, Price
 
 # Cycles per second: the measured rate of a large product where one is published (v6e 827, tpu7x 956
 # TFLOP/s), else XLA's own peak, divided by the flops per cycle that the compiler estimates for it.
 CLOCKS = {"v4": 1.07e9, "v5e": 1.63e9, "v5p": 1.667e9, "v6e": 2.24e9, "tpu7x": 2.26e9}
+# The flops per cycle that the compiler estimates for a large bfloat16 product.
+PER_CYCLE = {"v4": 243e3, "v5e": 115e3, "v5p": 236e3, "v6e": 369e3, "tpu7x": 422e3}
 # What attention kernels reach of a device's peak.
 _ATTENTION = 0.5
 _MEMORY_SHARE = 0.85
@@ -60,6 +63,29 @@ class TpuPricer:
             # Moves between memories, which the compiler hides behind other work.
             return FREE
         return Price(access.total / self.bandwidth, "memory", access.total)
+
+    def streamed(self, access: Access, penalty: float) -> Price:
+        """Returns the price of a fusion that streams through memory."""
+        return Price(_START + penalty * access.total / self.bandwidth, "memory", access.total)
+
+    def dot(self, shapes: list[Shape], numbers: list[list[int]], flops: int, moved: int) -> Price:
+        """Returns the price of a product: contracted dims of both operands, batch dims of the first."""
+        left, right = shapes[:2]
+        contracted = math.prod(left.dims[d] for d in numbers[0])
+        batch = math.prod(left.dims[d] for d in numbers[2])
+        tile = 256 if self.chips.chip.name in ("v6e", "tpu7x") else 128
+        filled = 1.0
+        for size in (
+            contracted,
+            left.size // max(1, contracted * batch),
+            right.size // max(1, contracted * batch),
+        ):
+            filled *= size / (-(-size // tile) * tile) if size > 8 else size / 8
+        wide = 3.0 if left.nbytes > 2 * left.size else 1.0
+        seconds = wide * flops / (0.9 * self.clock * PER_CYCLE[self.chips.chip.name] * filled)
+        streamed = moved / self.bandwidth
+        kind = "memory" if streamed > seconds else "cycles"
+        return Price(_START + max(seconds, streamed), kind, moved, flops)
 
     def _flops(self, computation: str, instruction: Instruction) -> int:
         own = flops_of(self.module, computation, instruction) or 0

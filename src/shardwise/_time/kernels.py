@@ -55,17 +55,17 @@ class GpuPricer:
             ]
             if dots:
                 return self._fused_products(inner, dots, access)
-            return self._streamed(access, self._penalty(inner), self._scattered(inner))
+            return self.streamed(access, self._penalty(inner), self._scattered(inner))
         if opcode in ("dot", "convolution", "ragged-dot"):
             return self._product(computation, instruction, access.total)
         if not access.total:
             return FREE
         if opcode == "sort":
-            return self._sort(instruction, access)
+            return self.sort(instruction, access)
         scattered = self._updates(computation, instruction) if opcode == "scatter" else ()
-        return self._streamed(access, 1.0, scattered)
+        return self.streamed(access, 1.0, scattered)
 
-    def _streamed(
+    def streamed(
         self, access: Access, penalty: float, scattered: tuple[tuple[int, int], ...] = ()
     ) -> Price:
         """Returns the price of a kernel that streams through memory."""
@@ -118,7 +118,7 @@ class GpuPricer:
         arrays = [own[n].shapes[0] for n in scatter.operands[-len(scatter.shapes) :] if n in own]
         return tuple((s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
 
-    def _sort(self, instruction: Instruction, access: Access) -> Price:
+    def sort(self, instruction: Instruction, access: Access) -> Price:
         longest = max((s.dims[-1] if s.dims else 1 for s in instruction.shapes), default=1)
         passes = max(4.0, math.log2(max(2, longest)) ** 2 / 8)
         seconds = self.rates.kernel * 4 + passes * access.total / self.rates.bandwidth
@@ -137,28 +137,29 @@ class GpuPricer:
         own = self.module.by_name[computation]
         shapes = [own[n].shapes[0] for n in instruction.operands if n in own and own[n].shapes]
         if instruction.opcode == "convolution" or len(shapes) < 2:
-            return self._convolved(instruction, shapes, "convForward", flops, moved)
+            return self.convolved(instruction, shapes, "convForward", flops, moved)
         if instruction.opcode == "ragged-dot":
             out = instruction.shapes[0]
-            return self._matmul(
+            return self.matmul(
                 (1, *out.dims[-2:], shapes[0].dims[-1]), shapes, (True, False), flops, moved
             )
         numbers = [
             [int(n) for n in re.findall(r"\d+", instruction.attribute(name))]
             for name in ("lhs_contracting_dims", "rhs_contracting_dims", "lhs_batch_dims")
         ]
-        return self._dot(shapes, numbers, flops, moved)
+        return self.dot(shapes, numbers, flops, moved)
 
-    def _dot(self, shapes: list[Shape], numbers: list[list[int]], flops: int, moved: int) -> Price:
+    def dot(self, shapes: list[Shape], numbers: list[list[int]], flops: int, moved: int) -> Price:
+        """Returns the price of a product: contracted dims of both operands, batch dims of the first."""
         left, right = shapes[:2]
         contracted = math.prod(left.dims[d] for d in numbers[0])
         batch = math.prod(left.dims[d] for d in numbers[2])
         rows = left.size // max(1, contracted * batch)
         columns = right.size // max(1, contracted * batch)
         lies = (_minor(left) in numbers[0], _minor(right) in numbers[1])
-        return self._matmul((batch, rows, columns, contracted), shapes, lies, flops, moved)
+        return self.matmul((batch, rows, columns, contracted), shapes, lies, flops, moved)
 
-    def _matmul(
+    def matmul(
         self,
         sizes: tuple[int, int, int, int],
         shapes: list[Shape],
@@ -190,17 +191,17 @@ class GpuPricer:
         if target.startswith("__cublas$") and len(shapes) >= 2:
             names = ("lhs_contracting", "rhs_contracting", "lhs_batch")
             numbers = [_listed(instruction, f"{name}_dimensions") for name in names]
-            return self._dot(shapes, numbers, flops or 0, access.total)
+            return self.dot(shapes, numbers, flops or 0, access.total)
         if "fmha" in target and shapes:
-            return self._attention(instruction, target, shapes, flops or 0, access.total)
+            return self.attention(instruction, target, shapes, flops or 0, access.total)
         if "__cudnn$conv" in target and shapes:
-            return self._convolved(instruction, shapes, target, flops or 0, access.total)
+            return self.convolved(instruction, shapes, target, flops or 0, access.total)
         if "TopK" in target or "sort" in target.lower():
-            return self._sort(instruction, access)
+            return self.sort(instruction, access)
         if flops:
             return self._declared(flops, access, shapes)
         known = flops == 0
-        price = self._streamed(access, 1.0)
+        price = self.streamed(access, 1.0)
         return price if known else Price(price.seconds, "unknown", access.total, 0, known=False)
 
     def _declared(self, flops: int, access: Access, shapes: list[Shape]) -> Price:
@@ -209,7 +210,7 @@ class GpuPricer:
         seconds = max(flops / (0.5 * rate), access.total / self.rates.bandwidth)
         return Price(self.rates.kernel + seconds, "attention", access.total, flops)
 
-    def _attention(
+    def attention(
         self, instruction: Instruction, target: str, shapes: list[Shape], flops: int, moved: int
     ) -> Price:
         rates, backward = self.rates, "Backward" in target
@@ -225,7 +226,7 @@ class GpuPricer:
         total = kernels * rates.kernel + max(seconds, streamed) + 0.15 * min(seconds, streamed)
         return Price(total, "attention", moved, flops)
 
-    def _convolved(
+    def convolved(
         self, instruction: Instruction, shapes: list[Shape], target: str, flops: int, moved: int
     ) -> Price:
         """Returns the price of a convolution: an implicit product with its own efficiencies."""

@@ -6,18 +6,18 @@ import dataclasses
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .._base import public, text_table
 from .._chips import Chips
 from .._hlo import Module, source_of
+from .cycles import TpuPricer, torus_of
 from .kernels import GpuPricer
-from .links import gpu_seconds, tpu_seconds
+from .links import Link, gpu_seconds, tpu_seconds
 from .price import SPREAD, Price
 from .rates import GpuRates, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
-from .cycles import TpuPricer, torus_of
 
 # A step is launched by the host; what the device waits for in between.
 PARTS = ("compute", "memory", "communication", "launch", "unknown")
@@ -250,29 +250,32 @@ class Machine:
         """Floating-point operations per second of one device, in bfloat16."""
         return self.chips.chip.bf16_flops_per_second / self.chips.chip.devices_per_chip
 
+    def pricer(self, module: Module) -> GpuPricer | TpuPricer:
+        """Returns what prices the instructions of a program on these chips."""
+        if self.gpu is not None:
+            return GpuPricer(module, self.gpu)
+        return TpuPricer(module, self.chips)
+
+    def link(self, kind: str, size: float, groups: Sequence[Sequence[int]]) -> Link:
+        """Returns how long a collective takes, and what it runs over."""
+        if self.gpu is not None:
+            return gpu_seconds(self.chips, kind, size, groups)
+        return tpu_seconds(self.chips, self._torus, kind, size, max(groups, key=len))
+
     def schedule(self, module: Module, scale: Any = None) -> Schedule:
         """Returns one step of a program on these chips."""
-        scale = scale or (lambda price: 1.0)
-        if self.gpu is not None:
-            rates = self.gpu
-            return Schedule(
-                module,
-                GpuPricer(module, rates),
-                lambda kind, size, groups: gpu_seconds(self.chips, kind, size, groups),
-                self.mesh,
-                iteration=rates.iteration,
-                scale=scale,
-            )
-        torus = self._torus
         return Schedule(
             module,
-            TpuPricer(module, self.chips),
-            lambda kind, size, groups: tpu_seconds(
-                self.chips, torus, kind, size, max(groups, key=len)
-            ),
+            self.pricer(module),
+            self.link,
             self.mesh,
-            scale=scale,
+            iteration=self.gpu.iteration if self.gpu is not None else 0.0,
+            scale=scale or (lambda price: 1.0),
         )
+
+    def at_least(self, seconds: float) -> float:
+        """Returns the seconds of a step, or what it takes to launch one."""
+        return max(seconds, self.gpu.dispatch) if self.gpu is not None else seconds
 
     def throttled(self, module: Module) -> Schedule:
         """Returns one step of a program on these chips, within their power limits."""
@@ -304,9 +307,7 @@ def time_of(
         return slower if price.kind == "product" else 1.0
 
     schedule = machine.schedule(module, scaled)
-    seconds = schedule.seconds
-    if machine.gpu is not None:
-        seconds = max(seconds, machine.gpu.dispatch)
+    seconds = machine.at_least(schedule.seconds)
     parts = _parts(schedule, seconds)
     gains = {}
     for name in ("compute", "memory", "communication"):

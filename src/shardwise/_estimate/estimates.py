@@ -1,0 +1,394 @@
+"""How long a step takes and how much memory it needs, from the partitioned program alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from .._base import public, show_bytes
+from .._chips import sent_bytes
+from .._hlo import Shape, user_place
+from .._time import SPREAD, Machine, Price, show_seconds
+from .fused import COLLECTIVES, Block, Kernel, size_of
+from .partition import Program
+
+_KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
+          "all-to-all": "all_to_all", "collective-permute": "ppermute"}  # fmt: skip
+
+
+@public
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What a step would take, without compiling it. Returned by `sw.estimate` (modelled).
+
+    Attributes:
+        chips: the chips.
+        mesh: the sizes of the mesh's axes by name.
+        seconds: one step.
+        low: seconds that it takes at least, if the models err as far as they were seen to.
+        high: seconds that it takes at most.
+        parts: how the seconds divide: `compute`, `memory`, `communication` (exposed), `launch`.
+        peak_bytes: the memory of one device at its peak.
+        peak_bound: the peak if nothing that a compiler may free early is freed.
+        capacity: what a program can use on one device.
+        state_bytes: the share of the arguments: parameters, optimizer state, batch (exact).
+        by_axis: by axes and kind, how many collectives a step runs and the bytes that each device
+            sends in the ring model.
+        lines: by line of the user's code, the seconds of collectives, longest first.
+        flops: floating-point operations of one device in a step.
+        tokens: tokens in a global batch; None if the batch has none.
+        peak_flops: the device's peak per second, in bfloat16.
+    """
+
+    chips: str
+    mesh: dict[str, int]
+    seconds: float
+    low: float
+    high: float
+    parts: dict[str, float]
+    peak_bytes: int
+    peak_bound: int
+    capacity: int
+    state_bytes: int
+    by_axis: dict[str, dict[str, tuple[int, int]]]
+    lines: dict[str, float]
+    flops: int
+    tokens: int | None
+    peak_flops: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the modelled peak is within a device's memory."""
+        return self.peak_bytes <= self.capacity
+
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that the step's operations use, with recomputation."""
+        return self.flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the global batch per second."""
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+    @property
+    def bound(self) -> str:
+        """The largest part of the step."""
+        return max(self.parts, key=lambda name: self.parts[name]) if self.parts else "unknown"
+
+    @property
+    def verdict(self) -> str:
+        """Memory and time, in two lines."""
+        fits = "fits" if self.fits else "does not fit"
+        text = (
+            f"{fits}: needs about {show_bytes(self.peak_bytes)} of {show_bytes(self.capacity)} "
+            f"(modelled; at most {show_bytes(self.peak_bound)}), on {self.chips}\n"
+            f"{show_seconds(self.seconds)} per step "
+            f"({show_seconds(self.low)} to {show_seconds(self.high)}, modelled)"
+        )
+        if self.tokens_per_second is not None:
+            text += f", {self.tokens_per_second:,.0f} tokens/s"
+        return f"{text}, mostly {self.bound}"
+
+    def __str__(self) -> str:
+        """Returns the verdict and the collectives by axis."""
+        lines = [self.verdict]
+        for axes, kinds in self.by_axis.items():
+            counts = ", ".join(f"{count} {kind}" for kind, (count, _) in kinds.items())
+            sent = sum(sent for _, sent in kinds.values())
+            lines.append(
+                f"over {axes}: {counts}; {show_bytes(sent)} sent by each device (modelled)"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plain data that `--format json` prints."""
+        found = dataclasses.asdict(self)
+        found["by_axis"] = {
+            axis: {kind: {"count": n, "bytes": b} for kind, (n, b) in kinds.items()}
+            for axis, kinds in self.by_axis.items()
+        }
+        return {**found, "fits": self.fits, "mfu": self.mfu, "bound": self.bound}
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """What a list of kernels takes."""
+
+    seconds: float = 0.0
+    parts: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    kinds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    lines: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    traffic: dict[tuple[str, str], list[int]] = dataclasses.field(
+        default_factory=lambda: defaultdict(lambda: [0, 0])
+    )
+    flops: int = 0
+    peak: int = 0
+    bound: int = 0
+
+    def add(self, other: _Run, times: int) -> None:
+        """Adds what `times` runs of another list take."""
+        for mine, theirs in (
+            (self.parts, other.parts), (self.kinds, other.kinds), (self.lines, other.lines),
+        ):  # fmt: skip
+            for name, value in theirs.items():
+                mine[name] += times * value
+        for key, (count, sent) in other.traffic.items():
+            self.traffic[key][0] += times * count
+            self.traffic[key][1] += times * sent
+        self.flops += times * other.flops
+
+
+class Estimator:
+    """Prices a partitioned step on some chips."""
+
+    def __init__(self, program: Program, machine: Machine):
+        """Takes the step and the chips."""
+        self.program, self.machine = program, machine
+        self.shapes = program.shapes
+        self.pricer: Any = machine.pricer(None)  # pyright: ignore[reportArgumentType] - priced by shapes
+        self.slower = 1.0
+        names = list(machine.mesh)
+        self.names = names
+        self.devices = np.arange(math.prod(machine.mesh.values())).reshape(
+            tuple(machine.mesh.values())
+        )
+
+    def run(self) -> _Run:
+        """Returns what the step takes."""
+        first = self._block(self.program.ops, self.program.outputs)
+        gpu = self.machine.gpu
+        if gpu is not None and first.seconds:
+            total = sum(t for kind, t in first.kinds.items() if kind != "collective")
+            share = first.kinds["product"] / total if total else 0.0
+            self.slower = 1 / (1 - gpu.power * min(1.0, max(0.0, (share - 0.5) / 0.25)))
+            if self.slower > 1.0:
+                return self._block(self.program.ops, self.program.outputs)
+        return first
+
+    def _block(self, ops: Any, outputs: Any) -> _Run:
+        block = Block(self.program, ops, outputs)
+        run = _Run()
+        now, ready, links = 0.0, {}, {}
+        from_start = self._early(block)
+        for number, kernel in enumerate(block.kernels):
+            op = kernel.op
+            inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
+            if op.kind == "while" and kernel.heavy:
+                inner = self._block(op.body, op.after)
+                each = inner.seconds + (self.machine.gpu.iteration if self.machine.gpu else 0.0)
+                now = max(now, inputs)
+                now += op.trips * each
+                run.add(inner, op.trips)
+                run.parts["launch"] += op.trips * (each - inner.seconds)
+                end = now
+            elif op.kind in COLLECTIVES and kernel.heavy:
+                start = inputs if number in from_start else max(now, inputs)
+                end = self._collective(kernel, start, links, run)
+            else:
+                price = self._price(kernel)
+                waited = max(0.0, inputs - now)
+                run.parts["communication"] += waited
+                now = max(now, inputs) + price.seconds
+                run.parts[price.bound] += price.seconds
+                run.kinds[price.kind] += price.seconds
+                run.flops += price.flops
+                end = now
+            for value in kernel.writes:
+                ready[value] = end
+            for value in op.results:
+                ready[value] = end
+        last = max([now, *links.values()])
+        run.parts["communication"] += last - now
+        run.seconds = last
+        run.peak, run.bound = self._peak(block)
+        return run
+
+    def _early(self, block: Block) -> set[int]:
+        """Returns the collectives that wait for nothing but what is there when a block begins."""
+        here: set[int] = set()
+        found = set()
+        for number, kernel in enumerate(block.kernels):
+            # What feeds them casts or slices parameters, and may run ahead.
+            light = not kernel.heavy and kernel.access.total < 2**32
+            waits = any(value in here for value in kernel.reads)
+            if kernel.op.kind in COLLECTIVES and not waits:
+                found.add(number)
+            if not (light and not waits):
+                here.update(kernel.writes)
+                here.update(kernel.op.results)
+        return found
+
+    def _collective(self, kernel: Kernel, start: float, links: Any, run: _Run) -> float:
+        op = kernel.op
+        members = math.prod(size for _, size in op.axes)
+        if members <= 1:
+            return start
+        size = size_of(self.shapes, op)
+        link = self.machine.link(op.kind, size, self._groups(op))
+        begin = max(start, links.get(link.name, 0.0))
+        end = begin + link.seconds
+        links[link.name] = end
+        run.kinds["collective"] += link.seconds
+        axes = ",".join(name for name in self.names if name in dict(op.axes))
+        local = sum(self.shapes[v].nbytes for v in op.operands)
+        row = run.traffic[axes, op.kind]
+        row[0] += 1
+        row[1] += sent_bytes(_KINDS[op.kind], local, members)
+        run.lines[user_place(op.frames) or "?"] += link.seconds
+        return end
+
+    def _groups(self, op: Any) -> list[list[int]]:
+        used = [self.names.index(name) for name, _ in op.axes]
+        others = [i for i in range(len(self.names)) if i not in used]
+        members = math.prod(self.devices.shape[i] for i in used)
+        arranged = self.devices.transpose(others + used).reshape(-1, members)
+        part = math.prod(size for _, size in op.axes)
+        groups = arranged[:1, :part].tolist()
+        if op.kind == "collective-permute":
+            return [[group[0], group[-1]] for group in arranged.tolist()]
+        return groups
+
+    def _price(self, kernel: Kernel) -> Price:
+        op, access = kernel.op, kernel.access
+        if not kernel.heavy:
+            return self.pricer.streamed(access, self._penalty(kernel))
+        if op.kind == "dot_general":
+            return self._dot(kernel)
+        if op.kind == "convolution":
+            return self._convolution(kernel)
+        if op.kind == "custom_call":
+            return self._call(kernel)
+        if op.kind == "sort":
+            return self.pricer.streamed(access, 8.0)
+        return self.pricer.streamed(access, 1.5)
+
+    def _penalty(self, kernel: Kernel) -> float:
+        kinds = {op.kind for op in kernel.ops}
+        if sum(op.kind == "pad" for op in kernel.ops) > 1:
+            return 1.8
+        return 1.1 if "reduce" in kinds else 1.0
+
+    def _dot(self, kernel: Kernel) -> Price:
+        op = kernel.op
+        text = op.attributes.get("dot_dimension_numbers", "")
+        numbers = [
+            [int(n) for n in re.findall(r"\d+", found[1])] if (found := re.search(rf"{name}_dimensions = \[([^\]]*)\]", text)) else []
+            for name in ("lhs_contracting", "rhs_contracting", "lhs_batching")
+        ]  # fmt: skip
+        shapes = [self.shapes[v] for v in op.operands[:2]]
+        out = self.shapes[op.results[0]]
+        flops = 2 * out.size * math.prod(shapes[0].dims[d] for d in numbers[0])
+        moved = sum(s.nbytes for s in (*shapes, out))
+        price = self.pricer.dot(shapes, numbers, flops, moved)
+        if price.kind == "product":
+            price = dataclasses.replace(price, seconds=price.seconds * self.slower)
+        return price
+
+    def _convolution(self, kernel: Kernel) -> Price:
+        op = kernel.op
+        left, right = (self.shapes[v] for v in op.operands[:2])
+        out = self.shapes[op.results[0]]
+        features = max(1, min(right.dims)) if right.dims else 1
+        flops = 2 * out.size * max(1, right.size // max(1, max(right.dims, default=1)))
+        dot = [Shape(left.dtype, (out.size // max(1, right.dims[-1]), flops // (2 * out.size) or 1)),
+               Shape(left.dtype, (flops // (2 * out.size) or 1, max(right.dims[-1], features)))]  # fmt: skip
+        price = self.pricer.dot(dot, [[1], [0], []], flops, kernel.access.total)
+        return dataclasses.replace(price, seconds=1.6 * price.seconds, kind="convolution")
+
+    def _call(self, kernel: Kernel) -> Price:
+        op, access = kernel.op, kernel.access
+        target = op.attributes.get("call_target_name", "")
+        shapes = [self.shapes[v] for v in op.operands]
+        config = op.attributes.get("mhlo.backend_config", "") + op.attributes.get(
+            "backend_config", ""
+        )
+        wide = [s for s in shapes if len(s.dims) >= 3]
+        attention = (
+            "fmha" in target
+            or "splash" in target
+            or "splash" in config
+            or "flash" in config
+            or "splash" in op.location
+        )
+        if attention and len(wide) >= 2:
+            q, k = wide[0], wide[1]
+            length = k.dims[1] if "fmha" in target else k.dims[-2]
+            backward = "Backward" in target or "dkv" in op.location or "_dq" in op.location
+            causal = 2 if "CAUSAL" in config or "splash" in op.location else 1
+            flops = 2 * q.size * length * (5 if backward else 2) // causal
+            if self.machine.gpu is not None and len(q.dims) == 4:
+                from .._hlo import Instruction
+
+                made = Instruction("", "custom-call", (), (), "", "CAUSAL" if causal == 2 else "")
+                return self.pricer.attention(made, target, wide, flops, access.total)
+            seconds = max(
+                flops / (0.5 * self.machine.peak_flops), access.total / self.pricer.bandwidth
+            )
+            return Price(seconds, "attention", access.total, flops)
+        return self.pricer.streamed(access, 1.0)
+
+    def _peak(self, block: Block) -> tuple[int, int]:
+        """Returns the most bytes alive at once, as scheduled, and if nothing were freed early."""
+        last: dict[int, int] = {}
+        for number, kernel in enumerate(block.kernels):
+            for value in kernel.reads:
+                last[block.root(value)] = number
+        alive: dict[int, int] = {}
+        peak = total = most = 0
+        for number, kernel in enumerate(block.kernels):
+            inner = 0
+            if kernel.op.kind == "while":
+                found = self._inner.setdefault(id(kernel.op), self._loop_peak(kernel.op))
+                inner = found
+            for value, size in kernel.writes.items():
+                root = block.root(value)
+                kept = root in alive or root not in block.maker
+                if kept or root in block.outputs or value in block.outputs:
+                    continue
+                alive[root] = self.shapes[value].nbytes
+                total += alive[root]
+                most += size
+            peak = max(peak, total + inner)
+            for value in [v for v in alive if last.get(v, -1) <= number]:
+                total -= alive.pop(value)
+        return peak, max(peak, min(most, 4 * peak))
+
+    _inner: dict[int, int] = {}
+
+    def _loop_peak(self, loop: Any) -> int:
+        return self._peak(Block(self.program, loop.body, loop.after))[0]
+
+
+def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:
+    """Returns what a partitioned step takes on some chips."""
+    run = Estimator(program, machine).run()
+    off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in run.kinds.items()))
+    off = max(off, 0.08 * run.seconds)
+    seconds = machine.at_least(run.seconds)
+    state = sum(program.shapes[v].nbytes for v in program.arguments)
+    table: dict[str, dict[str, tuple[int, int]]] = {}
+    for (axes, kind), (count, sent) in run.traffic.items():
+        table.setdefault(axes, {})[kind] = (count, sent)
+    return Estimate(
+        chips=str(machine.chips),
+        mesh=dict(machine.mesh),
+        seconds=seconds,
+        low=max(0.0, seconds - off),
+        high=seconds + off,
+        parts={name: value for name, value in run.parts.items() if value > 0},
+        peak_bytes=state + run.peak,
+        peak_bound=state + run.bound,
+        capacity=machine.chips.chip.capacity_bytes,
+        state_bytes=state,
+        by_axis=table,
+        lines=dict(sorted(run.lines.items(), key=lambda item: -item[1])),
+        flops=run.flops,
+        tokens=tokens,
+        peak_flops=machine.peak_flops,
+    )

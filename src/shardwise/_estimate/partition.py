@@ -1,0 +1,260 @@
+"""The step as Shardy partitions it: operations with their shapes on one device, and collectives.
+
+Shardy, the partitioner of both compilers, is part of jaxlib: its propagation and its explicit
+reshards run here on the lowered step, so that collectives are those that it inserts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .._hlo import Shape
+from .._jax import mlir_bindings, module_bytes
+
+_PASSES = (
+    "builtin.module(sdy-propagation-pipeline,func.func("
+    "sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
+)
+_FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
+_AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
+_TYPES = {"i1": "pred", "ui8": "u8", "ui32": "u32", "ui64": "u64", "ui16": "u16"}
+_COLLECTIVES = {
+    "sdy.all_gather": ("all-gather", "gathering_axes"),
+    "sdy.all_reduce": ("all-reduce", "reduction_axes"),
+    "sdy.reduce_scatter": ("reduce-scatter", "reduce_scatter_axes"),
+    "sdy.all_to_all": ("all-to-all", "params"),
+    "sdy.collective_permute": ("collective-permute", "out_sharding"),
+}
+
+
+@dataclasses.dataclass(slots=True)
+class Op:
+    """One operation of the partitioned step.
+
+    Attributes:
+        kind: its name without the dialect, such as `dot_general`; collectives have HLO's names.
+        operands: the values it reads.
+        results: the values it makes.
+        attributes: what its price depends on, such as contracted dims.
+        axes: the mesh axes of a collective, each with the size of the part that it runs over.
+        location: where it comes from, as MLIR writes it.
+        body: the operations of a loop's body; `inside` its arguments, `after` what they become.
+        trips: how many times a loop runs.
+    """
+
+    kind: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    axes: tuple[tuple[str, int], ...] = ()
+    location: str = ""
+    body: list[Op] = dataclasses.field(default_factory=list)
+    inside: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    trips: int = 1
+
+    @property
+    def frames(self) -> list[tuple[str, int, str]]:
+        """File, line and function of each Python frame, innermost first."""
+        return [(file, int(line), name) for name, file, line in _FRAME.findall(self.location)]
+
+
+@dataclasses.dataclass(slots=True)
+class Program:
+    """A partitioned step: its operations in order, and the shape of each value on one device.
+
+    Attributes:
+        ops: the operations.
+        shapes: by value.
+        arguments: the values that the step is given.
+        outputs: the values that it returns.
+        donated: the arguments whose memory outputs reuse.
+    """
+
+    ops: list[Op]
+    shapes: dict[int, Shape]
+    arguments: tuple[int, ...]
+    outputs: tuple[int, ...]
+    donated: frozenset[int]
+
+
+def partition(module: Any, mesh: Mapping[str, int]) -> Program:
+    """Returns a lowered step as one device of a mesh runs it.
+
+    Args:
+        module: what `lowered.compiler_ir("stablehlo")` returns; it is not changed.
+        mesh: the sizes of the mesh's axes by name.
+    """
+    ir, passmanager = mlir_bindings()
+    with module.context:
+        own = ir.Module.parse(module_bytes(module))
+        passmanager.PassManager.parse(_PASSES).run(own.operation)
+        return _Reader(ir, mesh).program(own)
+
+
+class _Reader:
+    def __init__(self, ir: Any, mesh: Mapping[str, int]):
+        self.ir, self.mesh = ir, mesh
+        self.shapes: dict[int, Shape] = {}
+        self.functions: dict[str, Any] = {}
+        self.constants: dict[int, int] = {}
+
+    def program(self, module: Any) -> Program:
+        for op in module.body.operations:
+            if op.operation.name == "func.func":
+                self.functions[self.ir.StringAttr(op.attributes["sym_name"]).value] = op
+        main = self.functions["main"]
+        block = main.regions[0].blocks[0]
+        known: dict[Any, int] = {}
+        given = (
+            self.ir.ArrayAttr(main.attributes["arg_attrs"])
+            if "arg_attrs" in main.attributes
+            else None
+        )
+        arguments, donated = [], set()
+        for number, argument in enumerate(block.arguments):
+            text = str(given[number]) if given is not None else ""
+            value = self._new(argument.type, text if "sdy.sharding" in text else "", 0)
+            known[argument] = value
+            arguments.append(value)
+            if "tf.aliasing_output" in text or "jax.buffer_donor" in text:
+                donated.add(value)
+        ops, outputs = self._block(block, known)
+        return Program(ops, self.shapes, tuple(arguments), tuple(outputs), frozenset(donated))
+
+    def _new(self, kind: Any, sharding: str, number: int) -> int:
+        value = len(self.shapes)
+        self.shapes[value] = self._local(kind, sharding, number)
+        return value
+
+    def _local(self, kind: Any, sharding: str, number: int) -> Shape:
+        try:
+            ranked = self.ir.RankedTensorType(kind)
+        except (ValueError, TypeError):
+            return Shape("token", ())
+        name = str(ranked.element_type)
+        found = re.fullmatch(r"complex<f(\d+)>", name)
+        name = f"c{2 * int(found[1])}" if found else _TYPES.get(name, name)
+        name = re.sub(r"^i(\d+)$", r"s\1", name)
+        name = re.sub(
+            r"^f(\d+)E(\d+)M(\d+)(\w*)$", lambda m: f"f{m[1]}e{m[2]}m{m[3]}{m[4].lower()}", name
+        )
+        dims = list(ranked.shape)
+        each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]", sharding)
+        if number < len(each):
+            for dim, text in enumerate(re.findall(r"\{([^}]*)\}", each[number])[: len(dims)]):
+                ways = math.prod(size for _, size in self._axes(text))
+                dims[dim] = -(-dims[dim] // ways)
+        return Shape(name, tuple(dims))
+
+    def _axes(self, text: str) -> tuple[tuple[str, int], ...]:
+        found = []
+        for name, _, part in _AXIS.findall(text):
+            if name in self.mesh:
+                found.append((name, int(part) if part else self.mesh[name]))
+        return tuple(found)
+
+    def _block(self, block: Any, known: dict[Any, int]) -> tuple[list[Op], list[int]]:
+        ops: list[Op] = []
+        for each in block.operations:
+            op = each.operation
+            if op.name in ("func.return", "stablehlo.return", "sdy.return"):
+                return ops, [known[value] for value in op.operands]
+            ops += self._op(op, known)
+        return ops, []
+
+    def _op(self, op: Any, known: dict[Any, int]) -> Iterator[Op]:
+        name = op.name
+        operands = tuple(known[value] for value in op.operands if value in known)
+        if name == "func.call":
+            called = self.functions[self.ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
+            block = called.regions[0].blocks[0]
+            inner = dict(zip(block.arguments, operands, strict=True))
+            ops, outputs = self._block(block, inner)
+            yield from ops
+            for result, value in zip(op.results, outputs, strict=True):
+                known[result] = value
+            return
+        sharding = ""
+        for attribute in ("sdy.sharding", "out_sharding", "sharding"):
+            if attribute in op.attributes:
+                sharding = str(op.attributes[attribute])
+                break
+        results = []
+        for number, result in enumerate(op.results):
+            value = self._new(result.type, sharding, number)
+            known[result] = value
+            results.append(value)
+        kind = name.partition(".")[2]
+        made = Op(kind, operands, tuple(results), location=str(op.location))
+        if name in _COLLECTIVES:
+            made.kind, attribute = _COLLECTIVES[name]
+            made.axes = self._axes(str(op.attributes[attribute]))
+            if kind == "collective_permute":
+                made.axes = made.axes or tuple(self.mesh.items())
+        elif name == "stablehlo.while":
+            yield self._while(op, made, known)
+            return
+        elif name in ("stablehlo.constant", "sdy.constant"):
+            made.kind = "constant"
+            found = re.search(r"dense<(-?\d+)> : tensor<i", str(op.attributes["value"]))
+            if found and results:
+                self.constants[results[0]] = int(found[1])
+        elif name in ("stablehlo.case", "stablehlo.if"):
+            ops, outputs = self._block(op.regions[0].blocks[0], known)
+            yield from ops
+            for result, value in zip(op.results, outputs, strict=False):
+                known[result] = value
+            return
+        elif len(op.regions) == 0:
+            made.attributes = (
+                {named.name: named.attr for named in _named(op)} if kind in _PRICED else {}
+            )
+            made.attributes = {key: str(value) for key, value in made.attributes.items()}
+        elif kind in _PRICED:
+            made.attributes = {named.name: str(named.attr) for named in _named(op)}
+        yield made
+
+    def _while(self, op: Any, made: Op, known: dict[Any, int]) -> Op:
+        condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]
+        inner = dict(known)
+        inside = []
+        for argument, outer in zip(body.arguments, made.operands, strict=True):
+            value = len(self.shapes)
+            self.shapes[value] = self.shapes[outer]
+            inner[argument] = value
+            inside.append(value)
+        for result, outer in zip(made.results, made.operands, strict=True):
+            self.shapes[result] = self.shapes[outer]
+        checked = dict(known)
+        for argument, outer in zip(condition.arguments, made.operands, strict=True):
+            checked[argument] = outer
+        ops, _ = self._block(condition, checked)
+        bounds = [
+            self.constants[v] for o in ops for v in (*o.operands, *o.results) if v in self.constants
+        ]
+        made.trips = max([1, *bounds])
+        made.body, after = self._block(body, inner)
+        made.inside, made.after = tuple(inside), tuple(after)
+        return made
+
+
+_PRICED = {
+    "dot_general",
+    "convolution",
+    "custom_call",
+    "reduce",
+    "transpose",
+    "pad",
+    "gather",
+    "sort",
+}
+
+
+def _named(op: Any) -> Iterator[Any]:
+    for number in range(len(op.attributes)):
+        yield op.attributes[number]
