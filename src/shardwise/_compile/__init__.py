@@ -5,6 +5,10 @@ from .budget import assert_budget as assert_budget
 from .compare import CompiledDiff as CompiledDiff
 from .compare import diff as diff
 from .compilation import compile as compile
+from .compilation import lowered_job as lowered_job
+from .compilation import step_machine as step_machine
+from .compilation import tokens_of as tokens_of
+from .job import job_of as compile_job
 from .plan import Plan as Plan
 from .plan import plan_of as plan_of
 from .result import Compiled as Compiled

@@ -119,14 +119,15 @@ def _compiled(job: Job, mesh: AnyMesh, show: bool) -> Program:
 
 
 def _handed_over(job: Job, chips: Chips | None, mesh: AnyMesh, show: bool) -> Program:
-    lowered = _lowered(job, chips)
+    lowered = lowered_job(job, chips)
     module = module_bytes(lowered.compiler_ir("stablehlo"))
     same = _without_callers(lowered.as_text(debug_info=True))
     options = job.options if chips is not None else {}
     return compile_absent(module, chips, mesh.shape, options, same, show=show)
 
 
-def _lowered(job: Job, chips: Chips | None) -> Any:
+def lowered_job(job: Job, chips: Chips | None) -> Any:
+    """Returns a job lowered for the platform of some chips; for the CPU if there are none."""
     platforms = {"gpu": "cuda", "tpu": "tpu"}
     platform = platforms[chips.platform] if chips is not None else "cpu"
     start_backends()  # quietly, but what the user's code prints during tracing is kept
@@ -141,7 +142,7 @@ def _lowered(job: Job, chips: Chips | None) -> Any:
 
 def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:
     try:
-        return reshards(_lowered(job, chips).compiler_ir("stablehlo"))
+        return reshards(lowered_job(job, chips).compiler_ir("stablehlo"))
     except _NeedsDevices:
         return []
 
@@ -208,8 +209,8 @@ def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     total = memory.temporaries if memory else None
     buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
     work = work_of(module) if module else None
-    machine = _machine(mesh) if program.stats and not program.refused else None
-    time = time_of(module, machine, job.paths, _tokens(job.batch)) if module and machine else None
+    machine = step_machine(mesh) if program.stats and not program.refused else None
+    time = time_of(module, machine, job.paths, tokens_of(job.batch)) if module and machine else None
     compiled = Compiled(
         time=time,
         machine=machine,
@@ -238,7 +239,7 @@ def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     return dataclasses.replace(compiled, findings=findings)
 
 
-def _machine(mesh: AnyMesh) -> Machine | None:
+def step_machine(mesh: AnyMesh) -> Machine | None:
     """Returns the chips that a program is priced on, if there are rates for them."""
     chips = chips_of(mesh)
     if chips is None and isinstance(mesh, Mesh):
@@ -250,7 +251,7 @@ def _machine(mesh: AnyMesh) -> Machine | None:
     return Machine(chips, dict(mesh.shape)) if chips is not None else None
 
 
-def _tokens(batch: Any) -> int | None:
+def tokens_of(batch: Any) -> int | None:
     """Returns how many tokens a global batch has: the elements of its first array of integers."""
     for leaf in jax.tree.leaves(batch):
         if len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.integer):

@@ -1,0 +1,4 @@
+"""What a step would take, from the partitioned program, without compiling it."""
+
+from .estimates import Estimate as Estimate
+from .estimating import estimate as estimate

@@ -16,6 +16,7 @@ from .._hlo import Shape, user_place
 from .._time import SPREAD, Machine, Price, show_seconds
 from .fused import COLLECTIVES, Block, Kernel, size_of
 from .partition import Program
+from .simplify import simplified
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
           "all-to-all": "all_to_all", "collective-permute": "ppermute"}  # fmt: skip
@@ -153,8 +154,8 @@ class Estimator:
         self.shapes = program.shapes
         self.pricer: Any = machine.pricer(None)  # pyright: ignore[reportArgumentType] - priced by shapes
         self.slower = 1.0
-        names = list(machine.mesh)
-        self.names = names
+        self.names = list(machine.mesh)
+        self.inner: dict[int, int] = {}
         self.devices = np.arange(math.prod(machine.mesh.values())).reshape(
             tuple(machine.mesh.values())
         )
@@ -344,8 +345,7 @@ class Estimator:
         for number, kernel in enumerate(block.kernels):
             inner = 0
             if kernel.op.kind == "while":
-                found = self._inner.setdefault(id(kernel.op), self._loop_peak(kernel.op))
-                inner = found
+                inner = self._loop_peak(kernel.op)
             for value, size in kernel.writes.items():
                 root = block.root(value)
                 kept = root in alive or root not in block.maker
@@ -359,14 +359,16 @@ class Estimator:
                 total -= alive.pop(value)
         return peak, max(peak, min(most, 4 * peak))
 
-    _inner: dict[int, int] = {}
-
     def _loop_peak(self, loop: Any) -> int:
-        return self._peak(Block(self.program, loop.body, loop.after))[0]
+        if id(loop) not in self.inner:
+            block = Block(self.program, loop.body, loop.after)
+            self.inner[id(loop)] = self._peak(block)[0]
+        return self.inner[id(loop)]
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:
     """Returns what a partitioned step takes on some chips."""
+    program = simplified(program)
     run = Estimator(program, machine).run()
     off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in run.kinds.items()))
     off = max(off, 0.08 * run.seconds)

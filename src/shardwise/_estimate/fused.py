@@ -168,7 +168,7 @@ class Block:
                     costs = _COSTLY.get(op.kind, 1)
                     first = op.operands if op.kind == "reduce" else op.results
                     kernel.operations += costs * self.shapes[first[0]].size if first else 0
-        for i, kernel in enumerate(kernels):
+        for kernel in kernels:
             for op in kernel.ops:
                 for value in op.results:
                     if op.kind == "while":

@@ -65,7 +65,11 @@ class TpuPricer:
         return Price(access.total / self.bandwidth, "memory", access.total)
 
     def streamed(self, access: Access, penalty: float) -> Price:
-        """Returns the price of a fusion that streams through memory."""
+        """Returns the price of a fusion that streams through memory.
+
+        Half of it: this compiler fuses what it can into the products before and after.
+        """
+        penalty *= 0.5
         return Price(_START + penalty * access.total / self.bandwidth, "memory", access.total)
 
     def dot(self, shapes: list[Shape], numbers: list[list[int]], flops: int, moved: int) -> Price:

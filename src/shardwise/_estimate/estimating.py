@@ -1,0 +1,54 @@
+"""`sw.estimate`: lowers a step, partitions it with Shardy, and prices what one device runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._base import public
+from .._compile import compile_job, lowered_job, step_machine, tokens_of
+from .._layout import Layout, Method, require_layout
+from .._mesh import show_mesh
+from .estimates import Estimate, estimate_of
+from .partition import partition
+
+
+@public
+def estimate(recipe: Any, layout: Layout, *, inputs: Any = None, method: Method = None) -> Estimate:
+    """Returns what a training step would take on the layout's chips, without compiling it (modelled).
+
+    The step of `sw.train_step` is lowered and partitioned by Shardy, the partitioner of both
+    compilers: the collectives are those that it inserts. Kernels are grouped as the compilers would
+    fuse them, and priced as in `sw.compile(…).time`. It takes a second or two where compiling takes
+    minutes; `sw.compile` has the last word.
+
+    Args:
+        recipe: the recipe; or a model, or a function that builds it, for its forward pass.
+        layout: its layout, on chips such as `sw.mesh("data=8", on="h100:1x8")`.
+        inputs: for a model: the arguments of its call, in the form `sw.layout` takes.
+        method: for a model: the method to call with `inputs`, in the form `sw.layout` takes.
+
+    Raises:
+        LayoutError: the layout has errors.
+        ValueError: the mesh has no chips with known rates, or the loss cannot be traced.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(4096, 4096, use_bias=False, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((64, 4096), "float32"))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="h100:1x8"), "fsdp")
+        >>> sw.estimate(recipe, layout).state_bytes
+        8519680
+    """
+    mesh = require_layout(layout).mesh
+    machine = step_machine(mesh)
+    if machine is None:
+        raise ValueError(
+            f"the mesh {show_mesh(mesh)} has no chips with known rates: make it with "
+            f"on='h100:8x8' or on='v5p:4x8x8'"
+        )
+    job = compile_job(recipe, layout, inputs, method)
+    lowered = lowered_job(job, machine.chips)
+    program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
+    return estimate_of(program, machine, tokens_of(job.batch))

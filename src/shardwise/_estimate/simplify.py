@@ -1,0 +1,115 @@
+"""Removes what every compiler removes first: operations nobody reads, and second copies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .partition import Op, Program
+
+# Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
+_MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}
+_EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
+
+
+def simplified(program: Program) -> Program:
+    """Returns the program without operations that are dead, or done before."""
+    ops = _live(program.ops, program.outputs)
+    renamed: dict[int, int] = {}
+    ops = _summed_first(program, _merged(program, ops, renamed))
+    outputs = tuple(renamed.get(value, value) for value in program.outputs)
+    return dataclasses.replace(program, ops=_live(ops, outputs), outputs=outputs)
+
+
+def _live(ops: Sequence[Op], outputs: Collection[int]) -> list[Op]:
+    wanted, kept = set(outputs), []
+    for op in reversed(ops):
+        if not any(value in wanted for value in op.results) and op.kind not in _EFFECTS:
+            continue
+        if op.kind == "while":
+            op = _live_loop(op, wanted)
+            wanted |= _read(op.body) - set(op.inside)
+        wanted |= set(op.operands)
+        kept.append(op)
+    return kept[::-1]
+
+
+def _read(ops: Sequence[Op]) -> set[int]:
+    found: set[int] = set()
+    for op in ops:
+        found |= set(op.operands) | _read(op.body)
+    return found
+
+
+def _live_loop(loop: Op, wanted: set[int]) -> Op:
+    """Returns a loop with the arguments that something after it needs, and their dependencies."""
+    needed = {i for i, value in enumerate(loop.results) if value in wanted}
+    while True:
+        body = _live(loop.body, {loop.after[i] for i in needed})
+        read = _read(body) | {loop.after[i] for i in needed}
+        more = {i for i, value in enumerate(loop.inside) if value in read}
+        if more <= needed:
+            break
+        needed |= more
+    order = sorted(needed)
+    return dataclasses.replace(
+        loop,
+        body=body,
+        operands=tuple(loop.operands[i] for i in order),
+        results=tuple(loop.results[i] for i in order),
+        inside=tuple(loop.inside[i] for i in order),
+        after=tuple(loop.after[i] for i in order),
+    )
+
+
+def _summed_first(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with one all-reduce of a sum in place of a sum of all-reduces."""
+    users: dict[int, int] = {}
+    for op in ops:
+        for value in op.operands:
+            users[value] = users.get(value, 0) + 1
+    made: dict[int, Op] = {}
+    kept: list[Op] = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_summed_first(program, op.body))
+        parts = [made.get(value) for value in op.operands] if op.kind == "add" else []
+        if len(parts) == 2 and all(
+            part is not None and part.axes == parts[0].axes and users[part.results[0]] == 1  # pyright: ignore[reportOptionalMemberAccess]
+            for part in parts
+        ):
+            one, other = parts
+            assert one is not None and other is not None
+            kept = [each for each in kept if each is not one and each is not other]
+            total = len(program.shapes)
+            program.shapes[total] = program.shapes[op.results[0]]
+            inner = dataclasses.replace(
+                op, operands=(one.operands[0], other.operands[0]), results=(total,)
+            )
+            op = dataclasses.replace(one, operands=(total,), results=op.results)
+            kept.append(inner)
+        kept.append(op)
+        if op.kind == "all-reduce" and len(op.results) == 1:
+            made[op.results[0]] = op
+    return kept
+
+
+def _merged(program: Program, ops: Sequence[Op], renamed: dict[int, int]) -> list[Op]:
+    seen: dict[Any, Op] = {}
+    kept = []
+    for op in ops:
+        op = dataclasses.replace(op, operands=tuple(renamed.get(v, v) for v in op.operands))
+        if op.kind == "while":
+            body = _merged(program, op.body, renamed)
+            after = tuple(renamed.get(v, v) for v in op.after)
+            op = dataclasses.replace(op, body=body, after=after)
+        elif op.kind in _MERGED:
+            shapes = tuple(program.shapes[value] for value in op.results)
+            key = (op.kind, op.operands, op.axes, shapes)
+            if key in seen:
+                renamed.update(zip(op.results, seen[key].results, strict=True))
+                continue
+            seen[key] = op
+        kept.append(op)
+    return kept
