@@ -20,6 +20,7 @@ from .help_text import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
 
 if TYPE_CHECKING:
     from .._compile import Compiled, Plan
+    from .._estimate import Estimate
     from .._layout import Layout
     from .._time import Timeline
     from .rules_file import RulesFile
@@ -351,6 +352,28 @@ def compile_target(
         raise ValueError(
             f"not compiled because the layout has errors: {error.findings[0].concise}{rest}"
         ) from error
+
+
+def estimate_target(
+    found: Any, layout: Layout, inputs: str | None, method: str | None = None
+) -> tuple[Estimate | None, str]:
+    """Returns the estimate of what `lay_out` returned, or None and why there is none.
+
+    Both are empty where nobody expects one: without chips, or for a model without inputs.
+    """
+    from .._estimate import estimate
+    from .._mesh import chips_of
+    from .._nnx import Recipe
+    from .target import parse_inputs
+
+    if chips_of(layout.mesh) is None or not (isinstance(found, Recipe) or inputs):
+        return None, ""
+    shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
+    try:
+        with working("estimating a step"):
+            return estimate(found, layout, inputs=shapes, method=method if shapes else None), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def plan_target(

@@ -8,7 +8,7 @@ from .compilation import compile as compile
 from .compilation import lowered_job as lowered_job
 from .compilation import step_machine as step_machine
 from .compilation import tokens_of as tokens_of
-from .job import job_of as compile_job
+from .job import job_of as job_of
 from .plan import Plan as Plan
 from .plan import plan_of as plan_of
 from .result import Compiled as Compiled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .._base import public
-from .._compile import compile_job, lowered_job, step_machine, tokens_of
+from .._compile import job_of, lowered_job, step_machine, tokens_of
 from .._layout import Layout, Method, require_layout
 from .._mesh import show_mesh
 from .estimates import Estimate, estimate_of
@@ -48,7 +48,7 @@ def estimate(recipe: Any, layout: Layout, *, inputs: Any = None, method: Method 
             f"the mesh {show_mesh(mesh)} has no chips with known rates: make it with "
             f"on='h100:8x8' or on='v5p:4x8x8'"
         )
-    job = compile_job(recipe, layout, inputs, method)
+    job = job_of(recipe, layout, inputs, method)
     lowered = lowered_job(job, machine.chips)
     program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
     return estimate_of(program, machine, tokens_of(job.batch))

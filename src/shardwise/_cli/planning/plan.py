@@ -25,6 +25,7 @@ from ..options import (
     StrategyOption,
     Target,
     command,
+    estimate_target,
     lay_out,
     plan_target,
     require_devices,
@@ -35,6 +36,7 @@ from ..options import (
 if TYPE_CHECKING:
     from ..._check import Findings
     from ..._compile import Plan
+    from ..._estimate import Estimate
     from ..._layout import Layout
 
 
@@ -112,13 +114,21 @@ def plan(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
     planned = plan_target(target, found, layout, inputs, method, compile=compile)
+    estimated, why = None, ""
+    if explain is None and not compile and not planned.findings.errors:
+        estimated, why = estimate_target(found, layout, inputs, method)
     save_to(save, layout)  # before anything is printed: the reader may close the pipe early
     if explain is not None:
         _explain(layout, explain, format)
     elif format is Format.json:
-        tell_json(_plan_json(planned, compile))
+        fields = _plan_json(planned, compile)
+        if estimated is not None:
+            fields["estimate"] = estimated.to_dict()
+        tell_json(fields)
     else:
-        _show_plan(planned, tree)
+        _show_plan(planned, tree, estimated)
+        if why:
+            tell(f"\nno estimate of a step: {why}")
         if compile and planned.compiled is None:
             tell("\nnot compiled because the layout has errors")
     raise typer.Exit(0 if planned.usable else 1)
@@ -130,7 +140,7 @@ def cite(findings: Findings) -> None:
         tell(f"shardwise explain {findings[0].code} explains it, and what to do")
 
 
-def _show_plan(plan: Plan, tree: bool) -> None:
+def _show_plan(plan: Plan, tree: bool, estimated: Estimate | None) -> None:
     from ..bars import bar
     from ..tree import tree_text
 
@@ -148,6 +158,10 @@ def _show_plan(plan: Plan, tree: bool) -> None:
         cite(findings)
     if compiled is not None:
         tell(f"\n{compiled.details}")
+    if estimated is not None:
+        tell(
+            f"\none step, without compiling it (shardwise compile has the last word):\n{estimated}"
+        )
 
 
 def _explain(layout: Layout, path: str, format: Format) -> None:
