@@ -357,7 +357,7 @@ def _parts(schedule: Schedule, seconds: float) -> dict[str, float]:
             found[s.price.bound] += s.exposed * s.times
     # The rest: iterations of loops, waits for the last transfer, and the launch of the step.
     found["launch"] += max(0.0, seconds - sum(found.values()))
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in found.items() if value > 1e-9 * seconds}
 
 
 def _communication(schedule: Schedule) -> tuple[Communication, ...]:

@@ -1,0 +1,302 @@
+"""What a step takes: prices of instructions, the schedule, its parts and its timeline."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import shardwise as sw
+from shardwise._chips import parse_chips
+from shardwise._hlo import access_of, parse_hlo
+from shardwise._time import Machine, StepTime, gpu_rates, time_of
+from shardwise._time.cycles import torus_of
+from shardwise._time.kernels import GpuPricer, tiled_seconds
+from shardwise._time.links import gpu_seconds, measured_seconds, tpu_seconds
+from shardwise._time.rates import H200
+
+HEAD = "HloModule m\n\n"
+
+
+def module(body, *others):
+    return parse_hlo(HEAD + "\n\n".join([*others, "ENTRY %main {\n" + body + "\n}\n"]))
+
+
+def only(found, name):
+    return found.by_name["main"][name]
+
+
+# --- what is really read and written --------------------------------------------------------------
+
+
+def test_a_slice_of_a_stack_is_not_the_stack():
+    fused = """%fused (p0: f32[16,1024], p1: s32[]) -> f32[1,1024] {
+  %p0 = f32[16,1024]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = f32[1,1024]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,1024}
+  ROOT %neg = f32[1,1024]{1,0} negate(%cut)
+}"""
+    found = module(
+        "  %a = f32[16,1024]{1,0} parameter(0)\n  %i = s32[] parameter(1)\n"
+        "  ROOT %f = f32[1,1024]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused",
+        fused,
+    )
+    access = access_of(found, "main", only(found, "f"))
+    assert (access.read, access.written) == (4096 + 4, 4096)
+
+
+def test_an_update_in_place_writes_the_update_alone():
+    fused = """%fused (p0: f32[16,1024], p1: f32[1,1024], p2: s32[]) -> f32[16,1024] {
+  %p0 = f32[16,1024]{1,0} parameter(0)
+  %p1 = f32[1,1024]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %put = f32[16,1024]{1,0} dynamic-update-slice(%p0, %p1, %p2, %zero)
+}"""
+    found = module(
+        "  %a = f32[16,1024]{1,0} parameter(0)\n  %b = f32[1,1024]{1,0} parameter(1)\n"
+        "  %i = s32[] parameter(2)\n"
+        "  ROOT %f = f32[16,1024]{1,0} fusion(%a, %b, %i), kind=kLoop, calls=%fused",
+        fused,
+    )
+    access = access_of(found, "main", only(found, "f"))
+    assert (access.read, access.written) == (4096 + 4, 4096)
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2048, 4096, 8192])
+def test_large_products_reach_the_rate_that_was_measured(size):
+    products = H200.products["bf16"]
+    seconds = tiled_seconds(products, H200.cores, H200.bandwidth, 1.0, 1, size, size, size)
+    assert 600e12 < 2 * size**3 / seconds < 900e12
+
+
+def test_more_work_takes_longer():
+    products = H200.products["bf16"]
+    times = [
+        tiled_seconds(products, H200.cores, H200.bandwidth, 1.0, 1, 256 * n, 512, 512)
+        for n in range(1, 40)
+    ]
+    assert times == sorted(times)
+
+
+def gemm(m, n, k, dtype="bf16"):
+    return module(
+        f"  %a = {dtype}[{m},{k}]{{1,0}} parameter(0)\n"
+        f"  %b = {dtype}[{k},{n}]{{1,0}} parameter(1)\n"
+        f"  ROOT %d = ({dtype}[{m},{n}]{{1,0}}, s8[33554432]{{0}}) custom-call(%a, %b), "
+        'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":'
+        '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
+        '"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}'
+    )
+
+
+def test_float32_products_take_longer_than_bfloat16():
+    wide, narrow = (gemm(4096, 4096, 4096, dtype) for dtype in ("f32", "bf16"))
+    prices = [GpuPricer(m, H200).price("main", only(m, "d")) for m in (wide, narrow)]
+    assert prices[0].seconds > 1.5 * prices[1].seconds
+    assert prices[0].flops == prices[1].flops == 2 * 4096**3
+
+
+def test_an_unknown_kernel_is_named_and_widens_the_bound():
+    body = (
+        "  %a = f32[1048576]{0} parameter(0)\n"
+        '  ROOT %c = f32[1048576]{0} custom-call(%a), custom_call_target="mystery", '
+        'metadata={op_name="jit(step)/mystery_kernel"}'
+    )
+    machine = Machine(parse_chips("h200:1x1"), {"data": 1})
+    known = time_of(module(body.replace("custom-call", "copy")), machine, (), None)
+    found = time_of(module(body), machine, (), None)
+    assert found.unpriced == {"mystery_kernel": 1}
+    assert found.parts["unknown"] > 0
+    assert found.high - found.seconds > known.high - known.seconds
+
+
+def test_a_chip_without_rates_is_named_with_the_nearest():
+    with pytest.raises(ValueError, match="no measured rates for 'h300'.*nearest.*h[12]00"):
+        gpu_rates("h300")
+
+
+# --- links ----------------------------------------------------------------------------------------
+
+
+def test_measured_collectives_are_met():
+    # A row of the table: 2 GiB gathered over 8 H100s at 402 GB/s.
+    seconds = measured_seconds("h100", "all-gather", 8, 2**31)
+    assert 2**31 / seconds == pytest.approx(402e9, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"])
+def test_across_nodes_is_slower_than_within(kind):
+    chips = parse_chips("h100:2x8")
+    within = gpu_seconds(chips, kind, 2**28, [list(range(8))])
+    across = gpu_seconds(chips, kind, 2**28, [list(range(0, 16, 8))])
+    assert (within.name, across.name) == ("nvlink", "network")
+    assert across.seconds > within.seconds
+
+
+def test_a_ring_on_the_torus_is_twice_as_fast_as_a_line():
+    cube, part = parse_chips("v5p:4x4x4"), parse_chips("v5p:2x2x4")
+    ring = torus_of(cube, {"data": 64})
+    line = torus_of(part, {"data": 16})
+    assert ring.wraps == (True,) * 3 and line.wraps == (False,) * 3
+    row = [i for i, place in enumerate(ring.coordinates) if place[:2] == (0, 0)]
+    other = [i for i, place in enumerate(line.coordinates) if place[:2] == (0, 0)]
+    fast = tpu_seconds(cube, ring, "all-gather", 2**30, row).seconds
+    slow = tpu_seconds(part, line, "all-gather", 2**30, other).seconds
+    assert slow / fast == pytest.approx(2.0, rel=0.01)
+
+
+# --- the schedule ---------------------------------------------------------------------------------
+
+LOOP = """%body (p: (s32[], f32[1048576])) -> (s32[], f32[1048576]) {
+  %p = (s32[], f32[1048576]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[1048576]{0} get-tuple-element(%p), index=1
+  %y = f32[1048576]{0} copy(%x)
+  ROOT %t = (s32[], f32[1048576]{0}) tuple(%i, %y)
+}
+
+%cond (p: (s32[], f32[1048576])) -> pred[] {
+  %p = (s32[], f32[1048576]{0}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}"""
+
+
+def looped(trips):
+    return module(
+        "  %i = s32[] parameter(0)\n  %x = f32[1048576]{0} parameter(1)\n"
+        "  %t = (s32[], f32[1048576]{0}) tuple(%i, %x)\n"
+        "  ROOT %w = (s32[], f32[1048576]{0}) while(%t), condition=%cond, body=%body, "
+        f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}',
+        LOOP,
+    )
+
+
+def test_a_loop_takes_its_trips():
+    machine = Machine(parse_chips("h200:1x1"), {"data": 1})
+    one, many = (machine.schedule(looped(n)).seconds for n in (1, 100))
+    assert many == pytest.approx(100 * one)
+
+
+ASYNC = """  %a = bf16[4096,4096]{{1,0}} parameter(0)
+  %p = bf16[512,4096]{{1,0}} parameter(1)
+  %s = (bf16[512,4096]{{1,0}}, bf16[4096,4096]{{1,0}}) all-gather-start(%p), channel_id=1, \
+replica_groups=[1,8]<=[8], dimensions={{0}}
+{between}
+  %e = bf16[4096,4096]{{1,0}} all-gather-done(%s)
+{after}
+"""
+
+
+def test_what_runs_between_start_and_done_hides_the_transfer():
+    copies = "\n".join(f"  %c{i} = bf16[4096,4096]{{1,0}} copy(%a)" for i in range(40))
+    machine = Machine(parse_chips("h200:1x8"), {"data": 8})
+    hidden = time_of(module(ASYNC.format(between=copies, after="")), machine, (), None)
+    bare = time_of(module(ASYNC.format(between="", after=copies)), machine, (), None)
+    (row,) = hidden.communication
+    assert row.axes == ("data",) and row.link == "nvlink"
+    assert row.exposed == 0 and row.overlapped == row.seconds > 0
+    assert bare.communication[0].exposed == pytest.approx(bare.communication[0].seconds)
+    assert bare.seconds == pytest.approx(hidden.seconds + row.seconds)
+
+
+# --- a real step on chips that are not here -------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(1024, 4096, rngs=rngs)
+            self.down = nnx.Linear(4096, 1024, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(nnx.relu(self.up(x)))
+
+    recipe = sw.Recipe(
+        model=lambda: Model(nnx.Rngs(0)),
+        loss=lambda model, x: jnp.mean(model(x) ** 2),
+        optimizer=optax.adam(1e-3),
+        batch=jax.ShapeDtypeStruct((2048, 1024), "float32"),
+        compute_dtype="bfloat16",
+    )
+    layout = sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
+    return recipe, layout, sw.compile(recipe, layout, show=False)
+
+
+def test_the_parts_are_the_whole(compiled):
+    time = compiled[2].time
+    assert sum(time.parts.values()) == pytest.approx(time.seconds)
+    assert time.low < time.seconds < time.high
+    assert {row.axes for row in time.communication} == {("data",)}
+    assert 0 < time.mfu < 1 and time.tokens is None and time.tokens_per_second is None
+    assert time.gains[time.bound] == max(time.gains.values())
+    assert {"up", "down"} <= {share.name for share in time.modules}
+    assert any(re.search(r"test_time\.py:\d+", share.name) for share in time.lines)
+    assert time.verdict in str(compiled[2])
+
+
+def test_saved_and_read_back(compiled, tmp_path):
+    compiled[2].save(tmp_path / "compiled.json")
+    again = sw.load_compiled(tmp_path / "compiled.json").time
+    assert again == StepTime.from_dict(json.loads(json.dumps(compiled[2].time.to_dict())))
+    with pytest.raises(ValueError, match="does not keep its program"):
+        sw.load_compiled(tmp_path / "compiled.json").timeline()
+    damaged = json.loads((tmp_path / "compiled.json").read_text())
+    damaged["time"] = {"seconds": 1}
+    (tmp_path / "damaged.json").write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match="'time' is damaged"):
+        sw.load_compiled(tmp_path / "damaged.json")
+
+
+def test_the_timeline_opens_in_perfetto(compiled, tmp_path):
+    timeline = compiled[2].timeline()
+    timeline.save(tmp_path / "step.json")
+    trace = json.loads((tmp_path / "step.json").read_text())
+    slices = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    tracks = {row["args"]["name"] for row in trace["traceEvents"] if row["name"] == "thread_name"}
+    assert tracks == set(timeline.streams) and "compute" in tracks and "nvlink" in tracks
+    end = max(row["ts"] + row["dur"] for row in slices)
+    assert end == pytest.approx(timeline.seconds * 1e6, rel=1e-3)
+    # On one stream nothing overlaps.
+    for track in {row["tid"] for row in slices}:
+        own = sorted((row["ts"], row["dur"]) for row in slices if row["tid"] == track)
+        for (start, long), (following, _) in zip(own, own[1:], strict=False):
+            assert start + long <= following + 0.01
+    assert any(row["args"].get("flops") for row in slices)
+    assert any("test_time.py" in row["args"].get("line", "") for row in slices)
+
+
+def test_an_estimate_agrees_with_the_compiler(compiled):
+    recipe, layout, full = compiled
+    found = sw.estimate(recipe, layout)
+    sent = {axis: sum(b for _, b in kinds.values()) for axis, kinds in full.by_axis.items()}
+    mine = {axis: sum(b for _, b in kinds.values()) for axis, kinds in found.by_axis.items()}
+    assert mine.keys() == sent.keys()
+    assert mine["data"] == pytest.approx(sent["data"], rel=0.05)
+    assert found.seconds == pytest.approx(full.time.seconds, rel=0.35)
+    assert found.peak_bytes == pytest.approx(full.memory.peak, rel=0.35)
+    assert found.state_bytes == full.memory.arguments
+    assert found.low < found.seconds < found.high
+    assert str(found).startswith("fits: needs about")
+
+
+def test_no_estimate_without_chips(compiled):
+    recipe, layout, _ = compiled
+    bare = layout.on(sw.mesh("data=8", on="none"))
+    with pytest.raises(ValueError, match="no chips with known rates"):
+        sw.estimate(recipe, bare)
+
+
+def test_faster_chips_take_less_time(compiled):
+    _, _, full = compiled
+    slow = dataclasses.replace(full.machine, chips=parse_chips("a100:1x8"))
+    assert time_of(parse_hlo(full.hlo), slow, (), None).seconds > full.time.seconds
