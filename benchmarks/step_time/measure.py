@@ -119,7 +119,9 @@ def measure(name, profile):
             kernels, state = kernels_of(lambda s: alone(s, batch), state)
             safe = "".join(c if c.isalnum() else "_" for c in name)
             path = pathlib.Path(profile, f"{safe}.json.gz")
-            path.write_bytes(gzip.compress(json.dumps({"hlo": alone.as_text(), **kernels}).encode()))
+            path.write_bytes(
+                gzip.compress(json.dumps({"hlo": alone.as_text(), **kernels}).encode())
+            )
             row |= {"busy_us": kernels["busy_us"] / kernels["steps"]}
     return row
 

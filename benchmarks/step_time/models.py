@@ -42,9 +42,7 @@ class Vit(nnx.Module):
     def __init__(self, size, patch, width, heads, layers, classes, rngs):
         self.patches = nnx.Conv(3, width, (patch, patch), strides=(patch, patch), rngs=rngs)
         self.place = nnx.Param(jnp.zeros((1, (size // patch) ** 2, width)))
-        self.blocks = nnx.List(
-            [EncoderBlock(width, heads, 4 * width, rngs) for _ in range(layers)]
-        )
+        self.blocks = nnx.List([EncoderBlock(width, heads, 4 * width, rngs) for _ in range(layers)])
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.head = nnx.Linear(width, classes, rngs=rngs)
 
@@ -62,9 +60,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, vocab, width, heads, layers, classes, rngs):
         self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.blocks = nnx.List(
-            [EncoderBlock(width, heads, 4 * width, rngs) for _ in range(layers)]
-        )
+        self.blocks = nnx.List([EncoderBlock(width, heads, 4 * width, rngs) for _ in range(layers)])
         self.head = nnx.Linear(width, classes, rngs=rngs)
 
     def __call__(self, tokens):
@@ -145,9 +141,16 @@ class UNet(nnx.Module):
 
     def __init__(self, width, rngs):
         conv = lambda a, b: nnx.Conv(a, b, (3, 3), rngs=rngs)  # noqa: E731
-        self.first, self.second, self.third = conv(3, width), conv(width, 2 * width), conv(2 * width, 4 * width)
+        self.first, self.second, self.third = (
+            conv(3, width),
+            conv(width, 2 * width),
+            conv(2 * width, 4 * width),
+        )
         self.norms = nnx.List(
-            [nnx.GroupNorm(f, num_groups=8, rngs=rngs) for f in (width, 2 * width, 4 * width, 2 * width, width)]
+            [
+                nnx.GroupNorm(f, num_groups=8, rngs=rngs)
+                for f in (width, 2 * width, 4 * width, 2 * width, width)
+            ]
         )
         self.up1 = nnx.ConvTranspose(4 * width, 2 * width, (2, 2), strides=(2, 2), rngs=rngs)
         self.up2 = nnx.ConvTranspose(2 * width, width, (2, 2), strides=(2, 2), rngs=rngs)

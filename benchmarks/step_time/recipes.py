@@ -153,6 +153,38 @@ RECIPES = {
     ),
 }  # fmt: skip
 
+# Measured after the constants were frozen: nothing was changed since.
+FRESH = {
+    "decoder 1280, 512, GQA": lambda: decoder_of(
+        5, 1280, 5120, 20, (24, 512), vocab=50304, config={"kv_heads": 4}
+    ),
+    "decoder 3072, clipped": lambda: decoder_of(3, 3072, 8192, 24, (4, 2048), clip=1.0),
+    "decoder 640, f32, scanned, dots saved": lambda: decoder_of(
+        8, 640, 2560, 10, (16, 512), compute_dtype=None,
+        config={"scan": True, "remat": "dots_saveable"},
+    ),
+    "experts 16 of 512, top 1": lambda: decoder_of(
+        4, 512, 1024, 8, (16, 512), config={"experts": 16, "chosen": 1, "capacity": 1.5}
+    ),
+    "ViT 512, patches of 8, bf16": lambda: vit(32, 128, 8, 512, 8, 6, **BF16),
+    "ResNet-14, wide, bf16": lambda: images(
+        lambda: own.ResNet((1, 1, 1, 1), nnx.Rngs(0), inner=128), 64, 160, **BF16
+    ),
+    "MLP 3000, odd sizes, f32": lambda: mlp(5000, (3000,) * 6, optimizer=optax.rmsprop(1e-3)),
+    "encoder 768, bf16, 512 long": lambda: of(
+        lambda: own.Encoder(30000, 768, 12, 6, 2, nnx.Rngs(0)),
+        own.classified, ints(32, 512), ints(32), **BF16,
+    ),
+    "mixer 384, f32": lambda: of(
+        lambda: own.Mixer(256, 384, 4, nnx.Rngs(0)),
+        own.squared, array((64, 256, 384)), array((64, 256, 384)),
+    ),
+    "GRU 512, bf16, 64 steps": lambda: of(
+        lambda: own.Recurrent(4096, 512, nnx.Rngs(0)), own.next_token, ints(128, 65), **BF16
+    ),
+}  # fmt: skip
+RECIPES |= FRESH
+
 # Chosen before anything was measured: one of each sort. A third of all at most.
 FITTED = (
     "decoder 768, 1k",

@@ -343,3 +343,26 @@ def _minor(shape: Shape) -> int:
 def _listed(instruction: Instruction, name: str) -> list[int]:
     found: Any = re.search(rf'"{name}":\[([^\]]*)\]', instruction.rest)
     return [int(n.strip('"')) for n in found[1].split(",") if n] if found else []
+
+
+def product_seconds(rates: GpuRates, dtype: str, rows: int, columns: int, contracted: int) -> float:
+    """Returns the seconds of one product of two matrices in row-major order."""
+    products = rates.products[dtype]
+    size = 2 if dtype == "bf16" else 4
+    moved = size * (rows * contracted + contracted * columns + rows * columns) / rates.bandwidth
+    share = products.layouts[True, False]
+    seconds = tiled_seconds(
+        products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted
+    )
+    return products.start + max(seconds, moved) + 0.15 * min(seconds, moved)
+
+
+def attention_seconds(rates: GpuRates, shape: tuple[int, int, int, int]) -> float:
+    """Returns the seconds of a causal attention's forward pass in bfloat16: `(b, length, heads, d)`."""
+    batch, length, heads, depth = shape
+    flops = 2 * batch * heads * length * length * depth
+    near = 128 if depth > 96 else 64
+    half = rates.attention_length * near / 128 * 1.2
+    moved = 4 * 2 * batch * length * heads * depth / rates.bandwidth
+    seconds = flops * (1 + half / length) / rates.attention[near, False]
+    return 3 * rates.kernel + max(seconds, moved) + 0.15 * min(seconds, moved)

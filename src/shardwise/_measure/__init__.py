@@ -1,0 +1,3 @@
+"""Measures the devices of this machine, to price steps with."""
+
+from .measuring import measure as measure
