@@ -13,11 +13,13 @@ from flax import nnx
 import shardwise as sw
 from shardwise._chips import parse_chips
 from shardwise._hlo import access_of, parse_hlo
-from shardwise._time import Machine, StepTime, gpu_rates, time_of
+from shardwise._measure import measure
+from shardwise._time import Calibration, Machine, StepTime, gpu_rates, load_calibration, time_of
 from shardwise._time.cycles import torus_of
 from shardwise._time.kernels import GpuPricer, tiled_seconds
 from shardwise._time.links import gpu_seconds, measured_seconds, tpu_seconds
 from shardwise._time.rates import H200
+from shardwise._train.progress import compared
 
 HEAD = "HloModule m\n\n"
 
@@ -300,3 +302,67 @@ def test_faster_chips_take_less_time(compiled):
     _, _, full = compiled
     slow = dataclasses.replace(full.machine, chips=parse_chips("a100:1x8"))
     assert time_of(parse_hlo(full.hlo), slow, (), None).seconds > full.time.seconds
+
+
+# --- calibration ----------------------------------------------------------------------------------
+
+
+def calibration(**changes):
+    return dataclasses.replace(
+        Calibration("h100", "NVIDIA H100", {"bf16": 0.5, "f32": 1.0}, 2e12, None, 1.0), **changes
+    )
+
+
+def test_measured_rates_replace_the_shipped_ones(compiled, tmp_path):
+    recipe, layout, full = compiled
+    calibration().save(tmp_path / "slow.json")
+    slow = sw.compile(recipe, layout, calibration=tmp_path / "slow.json", show=False)
+    assert slow.time.seconds > full.time.seconds
+    assert "calibrated on NVIDIA H100" in slow.time.rates
+    fewer = sw.estimate(recipe, layout, calibration=tmp_path / "slow.json")
+    assert fewer.seconds > sw.estimate(recipe, layout).seconds
+
+
+def test_measured_collectives_are_used():
+    rows = tuple(("all-gather", 8, size, size / 1e9) for size in (2**20, 2**28))
+    chips = parse_chips("h100:1x8")
+    machine = Machine(chips, {"data": 8}, calibration(collectives=rows))
+    assert machine.link("all-gather", 2**24, [list(range(8))]).seconds == pytest.approx(
+        2**24 / 1e9, rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("", "not JSON"),
+        ("{}", "chips measure"),
+        ('{"format": 1, "chip": "h100"}', "missing"),
+        ('{"format": 1, "chip": "z9", "device": "", "products": {}}', "no measured rates"),
+        ('{"format": 1, "chip": "h100", "device": "", "products": {"bf16": -1}}', "positive"),
+    ],
+)
+def test_what_is_no_calibration_is_refused(text, why, tmp_path):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(ValueError, match=f"c.json is not a calibration.*{why}"):
+        load_calibration(tmp_path / "c.json")
+
+
+def test_a_calibration_of_other_chips_is_refused(compiled, tmp_path):
+    recipe, layout, _ = compiled
+    calibration(chip="a100").save(tmp_path / "c.json")
+    with pytest.raises(ValueError, match="calibration is of a100.*chips are h100:1x8"):
+        sw.compile(recipe, layout, calibration=tmp_path / "c.json", show=False)
+
+
+def test_devices_without_a_model_are_not_measured():
+    with pytest.raises(ValueError, match="no model to calibrate for"):
+        measure(1.0, lambda text: None)
+
+
+def test_a_slow_run_is_told_where_to_look(compiled):
+    found = sw.estimate(*compiled[:2])
+    assert "expected (modelled)" in compared(found, found.seconds)
+    assert "Look at whether the data" not in compared(found, found.seconds)
+    assert "Look at whether the data" in compared(found, 2 * found.seconds)
+    assert compared(None, 1.0) == ""

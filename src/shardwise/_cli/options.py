@@ -309,6 +309,16 @@ def _require_policy(remat: str) -> None:
         raise ValueError(f"--remat {remat!r} is not a policy: give one of {', '.join(names)}")
 
 
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Price the step by what `shardwise chips measure` measured.",
+    ),
+]
+
+
 def require_devices(on: str) -> None:
     """Raises if there are no devices to compile for."""
     if on == "none":
@@ -319,7 +329,12 @@ def require_devices(on: str) -> None:
 
 
 def compile_target(
-    target: str, found: Any, layout: Layout, inputs: str | None, method: str | None = None
+    target: str,
+    found: Any,
+    layout: Layout,
+    inputs: str | None,
+    method: str | None = None,
+    calibration: str | None = None,
 ) -> Compiled:
     """Returns what `lay_out` returned, compiled.
 
@@ -344,7 +359,12 @@ def compile_target(
     try:
         with working(f"compiling {target}{where}"):
             return compile_step(
-                found, layout, inputs=shapes, method=method if shapes else None, show=False
+                found,
+                layout,
+                inputs=shapes,
+                method=method if shapes else None,
+                calibration=calibration,
+                show=False,
             )
     except LayoutError as error:
         more = len(error.findings) - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
-from .._time import Machine, time_of
+from .._time import Calibration, Machine, load_calibration, time_of
 from .findings import Facts, compile_findings
 from .job import Job, job_of, traced
 from .result import Compiled, Memory
@@ -44,6 +45,7 @@ def compile(
     *,
     inputs: Any = None,
     method: Method = None,
+    calibration: str | os.PathLike[str] | None = None,
     show: bool = True,
 ) -> Compiled:
     """Returns a training step, compiled by the real compiler of the layout's devices.
@@ -59,6 +61,8 @@ def compile(
         inputs: for a model: the arguments of its call, in the form `sw.layout` takes; dim 0 of each
             array is split over the data axes.
         method: for a model: the method to call with `inputs`, in the form `sw.layout` takes.
+        calibration: the file that `shardwise chips measure` wrote, to price the step by what was
+            measured instead of by the shipped rates.
         show: whether to show on the terminal that a compiler is running.
 
     Raises:
@@ -89,6 +93,8 @@ def compile(
         raise ValueError("inputs= is only for a model: a recipe has its own batch")
     if isinstance(recipe, Recipe) and method is not None:
         raise ValueError("method= is only for a model: a recipe has its own loss")
+    measured = load_calibration(calibration) if calibration is not None else None
+    step_machine(mesh, measured)  # rejects a calibration of other chips before anything is compiled
     job = job_of(recipe, layout, inputs, method)
     try:
         program = _compiled(job, mesh, show)
@@ -103,7 +109,7 @@ def compile(
         program = dataclasses.replace(
             program, hlo=hlo, alive=None, noise=f"{program.noise}\n{noise}"
         )
-    return _result(job, program, mesh)
+    return _result(job, program, mesh, measured)
 
 
 class _NeedsDevices(Exception):
@@ -189,7 +195,7 @@ def _without_callers(text: str) -> str:
     return "\n".join(kept)
 
 
-def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
+def _result(job: Job, program: Program, mesh: AnyMesh, calibration: Calibration | None) -> Compiled:
     chips = chips_of(mesh)
     if chips is not None:
         where, platform = str(chips), chips.platform
@@ -209,7 +215,7 @@ def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     total = memory.temporaries if memory else None
     buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
     work = work_of(module) if module else None
-    machine = step_machine(mesh) if program.stats and not program.refused else None
+    machine = step_machine(mesh, calibration) if program.stats and not program.refused else None
     time = time_of(module, machine, job.paths, tokens_of(job.batch)) if module and machine else None
     compiled = Compiled(
         time=time,
@@ -239,7 +245,7 @@ def _result(job: Job, program: Program, mesh: AnyMesh) -> Compiled:
     return dataclasses.replace(compiled, findings=findings)
 
 
-def step_machine(mesh: AnyMesh) -> Machine | None:
+def step_machine(mesh: AnyMesh, calibration: Calibration | None = None) -> Machine | None:
     """Returns the chips that a program is priced on, if there are rates for them."""
     chips = chips_of(mesh)
     if chips is None and isinstance(mesh, Mesh):
@@ -248,7 +254,7 @@ def step_machine(mesh: AnyMesh) -> Machine | None:
         if chip is not None:
             hosts = len({device.process_index for device in mesh.devices.flat})
             chips = Chips(chip, (hosts, mesh.size // hosts))
-    return Machine(chips, dict(mesh.shape)) if chips is not None else None
+    return Machine(chips, dict(mesh.shape), calibration) if chips is not None else None
 
 
 def tokens_of(batch: Any) -> int | None:

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from .._base import public, show_bytes
+from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Shape, user_place
-from .._time import SPREAD, Machine, Price, show_seconds
+from .._time import SPREAD, Machine, Price
 from .fused import COLLECTIVES, Block, Kernel, size_of
 from .partition import Program
 from .simplify import simplified

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from .._base import public
 from .._compile import job_of, lowered_job, step_machine, tokens_of
 from .._layout import Layout, Method, require_layout
 from .._mesh import show_mesh
+from .._time import load_calibration
 from .estimates import Estimate, estimate_of
 from .partition import partition
 
 
 @public
-def estimate(recipe: Any, layout: Layout, *, inputs: Any = None, method: Method = None) -> Estimate:
+def estimate(
+    recipe: Any,
+    layout: Layout,
+    *,
+    inputs: Any = None,
+    method: Method = None,
+    calibration: str | os.PathLike[str] | None = None,
+) -> Estimate:
     """Returns what a training step would take on the layout's chips, without compiling it (modelled).
 
     The step of `sw.train_step` is lowered and partitioned by Shardy, the partitioner of both
@@ -26,6 +35,8 @@ def estimate(recipe: Any, layout: Layout, *, inputs: Any = None, method: Method 
         layout: its layout, on chips such as `sw.mesh("data=8", on="h100:1x8")`.
         inputs: for a model: the arguments of its call, in the form `sw.layout` takes.
         method: for a model: the method to call with `inputs`, in the form `sw.layout` takes.
+        calibration: the file that `shardwise chips measure` wrote, to price the step by what was
+            measured instead of by the shipped rates.
 
     Raises:
         LayoutError: the layout has errors.
@@ -42,7 +53,7 @@ def estimate(recipe: Any, layout: Layout, *, inputs: Any = None, method: Method 
         8519680
     """
     mesh = require_layout(layout).mesh
-    machine = step_machine(mesh)
+    machine = step_machine(mesh, load_calibration(calibration) if calibration is not None else None)
     if machine is None:
         raise ValueError(
             f"the mesh {show_mesh(mesh)} has no chips with known rates: make it with "

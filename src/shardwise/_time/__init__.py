@@ -11,7 +11,6 @@ from .result import Communication as Communication
 from .result import Machine as Machine
 from .result import Share as Share
 from .result import StepTime as StepTime
-from .result import show_seconds as show_seconds
 from .result import time_of as time_of
 from .timeline import Timeline as Timeline
 from .timeline import timeline_of as timeline_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from typing import Any
 
@@ -53,6 +54,19 @@ class Calibration:
             kernel=self.kernel or known.kernel,
             attention={key: rate * factor for key, rate in known.attention.items()},
         )
+
+    def collective(self, kind: str, devices: int, size: float) -> float | None:
+        """Returns the seconds of a collective by what was measured; None if nothing was."""
+        rows = sorted((b, t) for k, n, b, t in self.collectives if (k, n) == (kind, devices))
+        if not rows:
+            return None
+        if size <= rows[0][0]:
+            return rows[0][1]
+        for (low, fast), (high, slow) in zip(rows, rows[1:], strict=False):
+            if size <= high:
+                share = math.log(size / low) / math.log(high / low)
+                return math.exp(math.log(fast) + share * math.log(slow / fast))
+        return rows[-1][1] * size / rows[-1][0]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that `--calibration` reads."""

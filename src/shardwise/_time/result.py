@@ -9,9 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .._base import public, text_table
+from .._base import public, show_seconds, text_table
 from .._chips import Chips
 from .._hlo import Module, source_of
+from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
 from .kernels import GpuPricer
 from .links import Link, gpu_seconds, tpu_seconds
@@ -206,17 +207,6 @@ class StepTime:
         return cls(**given)
 
 
-def show_seconds(seconds: float) -> str:
-    """Returns seconds in a unit that needs few digits."""
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.3g} µs"
-
-
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """The chips that a program is priced on, and where its devices lie.
@@ -224,19 +214,30 @@ class Machine:
     Attributes:
         chips: the chips.
         mesh: the sizes of the mesh's axes by name.
-        rates: the speeds of a GPU, in place of the shipped ones.
+        calibration: what was measured on devices of this kind, in place of the shipped rates.
     """
 
     chips: Chips
     mesh: Mapping[str, int]
-    rates: GpuRates | None = None
+    calibration: Calibration | None = None
+
+    def __post_init__(self) -> None:
+        """Rejects a calibration of other chips."""
+        found = self.calibration
+        if found is not None and found.chip != self.chips.chip.name:
+            raise ValueError(
+                f"the calibration is of {found.chip} ({found.device}), but the chips are "
+                f"{self.chips}: measure one of those, or leave the calibration out"
+            )
 
     @functools.cached_property
     def gpu(self) -> GpuRates | None:
         """The speeds of the GPUs; None for TPUs."""
         if self.chips.platform != "gpu":
             return None
-        return self.rates or gpu_rates(self.chips.chip.name)
+        if self.calibration is not None:
+            return self.calibration.rates
+        return gpu_rates(self.chips.chip.name)
 
     @property
     def source(self) -> str:
@@ -259,7 +260,15 @@ class Machine:
     def link(self, kind: str, size: float, groups: Sequence[Sequence[int]]) -> Link:
         """Returns how long a collective takes, and what it runs over."""
         if self.gpu is not None:
-            return gpu_seconds(self.chips, kind, size, groups)
+            found = gpu_seconds(self.chips, kind, size, groups)
+            known = (
+                self.calibration.collective(kind, len(groups[0]), size)
+                if self.calibration
+                else None
+            )
+            if known is not None and found.name == "nvlink":
+                return Link(found.name, known)
+            return found
         return tpu_seconds(self.chips, self._torus, kind, size, max(groups, key=len))
 
     def schedule(self, module: Module, scale: Any = None) -> Schedule:

@@ -33,7 +33,7 @@ from .._step import (
 )
 from .datasets import Data, open_batches
 from .fingerprint import program_parts, require_same_run, run_parts
-from .progress import RunLog, require_logs
+from .progress import RunLog, expected, require_logs
 from .replicas import Replicas, ReplicasDiffer
 from .stopping import Agreement, Stopped, Stopping
 from .train import Step, begin, given_arrays
@@ -163,7 +163,15 @@ def fit(
             if evaluate is not None
             else None
         )
-        watch = RunLog(blueprint, steps=steps, first=first, logs=folder, every=log_every, show=show)
+        watch = RunLog(
+            blueprint,
+            steps=steps,
+            first=first,
+            logs=folder,
+            every=log_every,
+            show=show,
+            expected=lambda: expected(recipe, blueprint.layout),
+        )
         place = folder or (checkpoints.directory if checkpoints else Path.cwd())
         tracer = _Profile(place, watch.warn)
 

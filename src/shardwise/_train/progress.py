@@ -22,9 +22,14 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from .._base import show_bytes, show_count, show_seconds
+from .._compile import step_machine
+from .._estimate import Estimate, estimate
+from .._layout import Layout
+from .._nnx import Recipe
 from .._step import Blueprint, NotFinite, named_batch
 
 _FLUSH_SECONDS = 10.0  # for TensorBoard's file: each flush waits for the disk
+_SETTLED = 20  # steps after which the time of a step is compared with what is modelled
 _LATE = 2  # steps: reading a metric waits for its step, so the devices always have work queued
 
 
@@ -38,6 +43,7 @@ class RunLog:
         logs: where to write `metrics.jsonl` and TensorBoard's event files, or None.
         every: how often to write them, and to print lines, in steps.
         show: whether to show anything.
+        expected: returns what a step is modelled to take on these devices, if that is known.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class RunLog:
         logs: Path | None,
         every: int,
         show: bool,
+        expected: Callable[[], Estimate | None] = lambda: None,
     ):
         """Opens the files and draws the bar."""
         self.steps, self.first, self.every = steps, first, every
@@ -58,6 +65,7 @@ class RunLog:
         self._last = time.perf_counter()
         self._recent: collections.deque[float] = collections.deque(maxlen=50)
         self._done = first
+        self._expected, self._compared = expected, False
         self._paused = 0.0
         self._show = show and jax.process_index() == 0
         self._bar = None
@@ -135,10 +143,21 @@ class RunLog:
             self._files.write(step, row)
         if not math.isfinite(loss):
             raise NotFinite(f"the loss is {loss} at step {step}")
+        if len(self._recent) == _SETTLED:
+            self._compare()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, status=self._status(row))
         elif due:
             self.say(f"step {step}/{self.steps}  {self._status(row)}")
+
+    def _compare(self) -> None:
+        """Says once how the run's step time compares with what is modelled for its devices."""
+        if self._compared or not self._show:
+            return
+        self._compared = True
+        text = compared(self._expected(), float(np.median(self._recent)))
+        if text:
+            self.say(text)
 
     def _status(self, row: Mapping[str, float]) -> str:
         # A mean over many steps: single times are noisy, since metrics are read in bursts.
@@ -150,6 +169,33 @@ class RunLog:
             f"loss {row['loss']:.4g}  {show_seconds(mean)}  {show_count(self.amount / mean)} "
             f"{self.unit}/s  ETA {hours}:{left % 60:02}  {_memory(self._blueprint)}"
         )
+
+
+def expected(recipe: Recipe, layout: Layout) -> Estimate | None:
+    """Returns what a step is modelled to take on the devices of a layout; None if that is unknown."""
+    if step_machine(layout.mesh) is None:
+        return None
+    try:
+        return estimate(recipe, layout)
+    except ValueError:
+        return None  # only a comparison: the run does not depend on it
+
+
+def compared(expected: Estimate | None, seconds: float) -> str:
+    """Returns how a measured step time compares with the modelled one, with advice if it is slow."""
+    if expected is None:
+        return ""
+    text = (
+        f"a step takes {show_seconds(seconds)} (measured), "
+        f"{show_seconds(expected.seconds)} were expected (modelled)"
+    )
+    if seconds <= expected.high:
+        return text
+    return (
+        f"{text}: more than its bound of {show_seconds(expected.high)}. Look at whether the data "
+        f"arrives in time (profile a step), whether shapes change between steps and recompile it "
+        f"(JAX_LOG_COMPILES=1), and whether another process uses the devices"
+    )
 
 
 class _Files:

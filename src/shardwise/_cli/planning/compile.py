@@ -11,6 +11,7 @@ from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
     BatchOption,
+    CalibrationOption,
     Format,
     FormatOption,
     InputsOption,
@@ -71,6 +72,7 @@ def compile_command(
     method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
+    calibration: CalibrationOption = None,
     save: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +100,7 @@ def compile_command(
     found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
-    compiled = compile_target(target, found, layout, inputs, method)
+    compiled = compile_target(target, found, layout, inputs, method, calibration)
     save_to(save, compiled)  # before anything is printed: the reader may close the pipe early
     if trace is not None:
         save_to(trace, compiled.timeline(), "--trace")

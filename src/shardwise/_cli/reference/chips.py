@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from enum import Enum
+from typing import Annotated
+
+import typer
 
 from ..._base import tell, tell_json
 from ..._chips import CHIPS
@@ -10,7 +14,14 @@ from ..options import (
     Format,
     FormatOption,
     command,
+    require_writable,
 )
+
+
+class Action(str, Enum):
+    """What `chips` can do besides listing them."""
+
+    measure = "measure"
 
 
 @command(
@@ -21,12 +32,37 @@ The figures come from the vendors' datasheets and from the compilers; the last c
 Example:
 
 \b
-  shardwise chips --format json"""
+  shardwise chips --format json
+
+`shardwise chips measure` measures the devices of this machine instead: products, copies, attention
+and collectives, beside the figures that step times are modelled with. With --save, `shardwise compile
+--calibration FILE` uses what was measured.
+
+\b
+  shardwise chips measure --save h200.json"""
 )
-def chips(format: FormatOption = Format.text) -> None:
-    """Prints the table of chips."""
+def chips(
+    action: Annotated[
+        Action | None, typer.Argument(help="Measure the devices of this machine.")
+    ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option("--save", metavar="FILE", help="Write what was measured, for --calibration."),
+    ] = None,
+    limit: Annotated[
+        float,
+        typer.Option("--limit", metavar="SECONDS", help="Begin nothing more after this.", min=1),
+    ] = 120.0,
+    format: FormatOption = Format.text,
+) -> None:
+    """Prints the table of chips, or measures the devices that are present."""
     from ..._base import show_bytes, text_table
 
+    if action is Action.measure:
+        _measure(save, limit, format)
+        return
+    if save is not None:
+        raise ValueError("--save needs something to write: shardwise chips measure --save FILE")
     if format is Format.json:
         tell_json([dataclasses.asdict(chip) for chip in CHIPS.values()])
         return
@@ -51,3 +87,25 @@ def chips(format: FormatOption = Format.text) -> None:
         for chip in CHIPS.values()
     ]
     tell(text_table(header, rows, right=range(3, 10)))
+
+
+def _measure(save: str | None, limit: float, format: Format) -> None:
+    from ..._base import text_table, working
+    from ..._measure import measure
+
+    require_writable(save)
+    with working("measuring the devices of this machine"):
+        found, rows = measure(limit, lambda text: None)
+    if save is not None:
+        found.save(save)
+        typer.echo(f"saved {save}", err=True)
+    if format is Format.json:
+        tell_json([dataclasses.asdict(found)])
+        return
+    shown = [
+        (name, f"{value:.4g}", f"{shipped:.4g}" if shipped else "", unit,
+         f"{value / shipped - 1:+.0%}" if shipped else "")
+        for name, unit, value, shipped in rows
+    ]  # fmt: skip
+    head = (f"{found.device}, {found.chip}", "measured", "shipped", "", "")
+    tell(text_table(head, shown, right=(1, 2, 4)))
