@@ -13,7 +13,6 @@ from flax import nnx
 import shardwise as sw
 from shardwise._chips import parse_chips
 from shardwise._hlo import access_of, parse_hlo
-from shardwise._measure import measure
 from shardwise._time import Calibration, Machine, StepTime, gpu_rates, load_calibration, time_of
 from shardwise._time.cycles import torus_of
 from shardwise._time.kernels import GpuPricer, tiled_seconds
@@ -277,27 +276,6 @@ def test_the_timeline_opens_in_perfetto(compiled, tmp_path):
     assert any("test_time.py" in row["args"].get("line", "") for row in slices)
 
 
-def test_an_estimate_agrees_with_the_compiler(compiled):
-    recipe, layout, full = compiled
-    found = sw.estimate(recipe, layout)
-    sent = {axis: sum(b for _, b in kinds.values()) for axis, kinds in full.by_axis.items()}
-    mine = {axis: sum(b for _, b in kinds.values()) for axis, kinds in found.by_axis.items()}
-    assert mine.keys() == sent.keys()
-    assert mine["data"] == pytest.approx(sent["data"], rel=0.05)
-    assert found.seconds == pytest.approx(full.time.seconds, rel=0.35)
-    assert found.peak_bytes == pytest.approx(full.memory.peak, rel=0.35)
-    assert found.state_bytes == full.memory.arguments
-    assert found.low < found.seconds < found.high
-    assert str(found).startswith("fits: needs about")
-
-
-def test_no_estimate_without_chips(compiled):
-    recipe, layout, _ = compiled
-    bare = layout.on(sw.mesh("data=8", on="none"))
-    with pytest.raises(ValueError, match="no chips with known rates"):
-        sw.estimate(recipe, bare)
-
-
 def test_faster_chips_take_less_time(compiled):
     _, _, full = compiled
     slow = dataclasses.replace(full.machine, chips=parse_chips("a100:1x8"))
@@ -319,8 +297,6 @@ def test_measured_rates_replace_the_shipped_ones(compiled, tmp_path):
     slow = sw.compile(recipe, layout, calibration=tmp_path / "slow.json", show=False)
     assert slow.time.seconds > full.time.seconds
     assert "calibrated on NVIDIA H100" in slow.time.rates
-    fewer = sw.estimate(recipe, layout, calibration=tmp_path / "slow.json")
-    assert fewer.seconds > sw.estimate(recipe, layout).seconds
 
 
 def test_measured_collectives_are_used():
@@ -353,11 +329,6 @@ def test_a_calibration_of_other_chips_is_refused(compiled, tmp_path):
     calibration(chip="a100").save(tmp_path / "c.json")
     with pytest.raises(ValueError, match="calibration is of a100.*chips are h100:1x8"):
         sw.compile(recipe, layout, calibration=tmp_path / "c.json", show=False)
-
-
-def test_devices_without_a_model_are_not_measured():
-    with pytest.raises(ValueError, match="no model to calibrate for"):
-        measure(1.0, lambda text: None)
 
 
 def test_a_slow_run_is_told_where_to_look(compiled):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -18,7 +18,7 @@ from ..options import (
 )
 
 
-class Action(str, Enum):
+class Action(StrEnum):
     """What `chips` can do besides listing them."""
 
     measure = "measure"

@@ -1,0 +1,141 @@
+"""What a step would take, from the partitioned program."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import shardwise as sw
+from shardwise import models
+from shardwise._compile import job_of, lowered_job
+from shardwise._estimate.fused import Block
+from shardwise._estimate.partition import partition
+from shardwise._estimate.simplify import simplified
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(1024, 4096, rngs=rngs)
+        self.down = nnx.Linear(4096, 1024, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+RECIPE = sw.Recipe(
+    model=lambda: Model(nnx.Rngs(0)),
+    loss=lambda model, x: jnp.mean(model(x) ** 2),
+    optimizer=optax.adam(1e-3),
+    batch=jax.ShapeDtypeStruct((2048, 1024), "float32"),
+    compute_dtype="bfloat16",
+)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    layout = sw.layout(RECIPE.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
+    return RECIPE, layout, sw.compile(RECIPE, layout, show=False)
+
+
+def test_an_estimate_agrees_with_the_compiler(compiled):
+    recipe, layout, full = compiled
+    found = sw.estimate(recipe, layout)
+    sent = {axis: sum(b for _, b in kinds.values()) for axis, kinds in full.by_axis.items()}
+    mine = {axis: sum(b for _, b in kinds.values()) for axis, kinds in found.by_axis.items()}
+    assert mine.keys() == sent.keys()
+    assert mine["data"] == pytest.approx(sent["data"], rel=0.05)
+    assert found.seconds == pytest.approx(full.time.seconds, rel=0.35)
+    assert found.peak_bytes == pytest.approx(full.memory.peak, rel=0.35)
+    assert found.state_bytes == full.memory.arguments
+    assert found.low < found.seconds < found.high
+    assert str(found).startswith("fits: needs about")
+
+
+def test_no_estimate_without_chips(compiled):
+    recipe, layout, _ = compiled
+    bare = layout.on(sw.mesh("data=8", on="none"))
+    with pytest.raises(ValueError, match="no chips with known rates"):
+        sw.estimate(recipe, bare)
+
+
+DECODER = models.Config(layers=4, width=512, hidden=1024, heads=8, vocab=1024, scan=True)
+
+
+def decoder(batch=(16, 256)):
+    return sw.Recipe(
+        model=lambda: models.Decoder(DECODER, rngs=nnx.Rngs(0)),
+        loss=models.next_token_loss,
+        optimizer=optax.adamw(1e-4),
+        batch=jax.ShapeDtypeStruct(batch, "int32"),
+        compute_dtype="bfloat16",
+    )
+
+
+def partitioned(recipe, layout):
+    mesh = layout.mesh
+    lowered = lowered_job(job_of(recipe, layout, None), mesh.abstract_device)
+    return partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
+
+
+def test_loops_have_their_trips_and_local_shapes():
+    recipe = decoder()
+    program = partitioned(recipe, sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp"))
+    loops = [op for op in program.ops if op.kind == "while"]
+    assert [op.trips for op in loops] == [4, 4]
+    shapes = program.shapes
+    local = sum(shapes[value].nbytes for value in program.arguments)
+    # An eighth of the state and of the batch; norms are replicated.
+    full = 3 * 4 * (2 * 1024 * 512 + 4 * (4 * 512 * 512 + 3 * 512 * 1024)) + 16 * 256 * 4
+    assert local == pytest.approx(full / 8, rel=0.02)
+
+
+def test_tensor_parallel_reduces_over_its_axis_alone():
+    recipe = decoder()
+    layout = sw.layout(
+        recipe.model, sw.mesh("data=2,model=4", on="h100:1x8"), "tensor", inputs=recipe.batch
+    )
+    found = sw.estimate(recipe, layout)
+    assert "all-reduce" in found.by_axis["model"]
+    assert set(found.by_axis["data"]) == {"all-reduce"}
+    assert found.tokens == 16 * 256 and found.tokens_per_second > 0
+
+
+def test_what_nobody_reads_is_not_priced():
+    recipe = decoder()
+    program = partitioned(recipe, sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp"))
+    short = simplified(program)
+    assert len(short.ops) < len(program.ops)
+    used = {value for op in short.ops for value in op.operands} | set(short.outputs)
+    inside = {v for op in short.ops if op.kind == "while" for b in op.body for v in b.operands}
+    for op in short.ops:
+        assert any(value in used | inside for value in op.results), op.kind
+
+
+def test_every_kernel_runs_after_what_it_reads():
+    recipe = decoder()
+    program = simplified(
+        partitioned(recipe, sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp"))
+    )
+    block = Block(program, program.ops, program.outputs)
+    made = set()
+    for kernel in block.kernels:
+        own = {value for op in kernel.ops for value in op.results}
+        for value in kernel.reads:
+            assert value not in block.maker or value in made | own
+        made |= own
+
+
+@pytest.mark.parametrize("on", ["h100:1x8", "v5e:2x4", "tpu7x:2x2x1", "a100:1x8", "b200:1x8"])
+def test_every_kind_of_chip(on):
+    recipe = decoder()
+    found = sw.estimate(recipe, sw.layout(recipe.model, sw.mesh("data=8", on=on), "fsdp"))
+    assert found.seconds > 0 and found.fits and found.by_axis["data"]
+
+
+def test_a_larger_batch_takes_longer_and_more_memory():
+    small, large = (
+        sw.estimate(r, sw.layout(r.model, sw.mesh("data=8", on="h100:1x8"), "fsdp"))
+        for r in (decoder((16, 256)), decoder((64, 512)))
+    )
+    assert large.seconds > 1.5 * small.seconds and large.peak_bytes > 2 * small.peak_bytes
