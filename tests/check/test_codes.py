@@ -848,3 +848,18 @@ def test_different_findings_are_not_folded():
 
     text = str(check(make, "model=4", {"layers.0.kernel": ROW, "layers.1.kernel": COLUMN}))
     assert "alike" not in text and text.count("SW104") == 2
+
+
+def test_several_findings_of_one_array_are_not_several_arrays():
+    one = check(linear(6, 10), "a=4,b=4", {"kernel": P("a", "b")})
+    with pytest.raises(sw.LayoutError) as caught:
+        one.raise_if_errors()
+    text = caught.value.format_message()
+    assert text.startswith("2 findings: kernel: SW104 dim 0 (size 6)"), text
+    assert "; kernel: SW104 dim 1 (size 10)" in text and "arrays" not in text
+    make = lambda: models.Transformer(rngs(), hidden=30, layers=4)  # noqa: E731
+    many = check(make, "a=4,b=7", {"blocks.*.mlp.up.kernel": P("b", "a")})
+    with pytest.raises(sw.LayoutError) as caught:
+        many.raise_if_errors()
+    text = caught.value.format_message()
+    assert "8 findings: blocks.** (4 arrays, the first blocks.0.mlp.up.kernel)" in text

@@ -119,7 +119,7 @@ class LayoutError(ValueError):
         Click calls the method of this name to print an error.
         """
         found = [*self.findings.errors, *self.findings.warnings]
-        groups = [group for code in _by_code(found) for group in subtrees(code)]
+        groups = [part for code in _by_code(found) for g in subtrees(code) for part in _facts(g)]
         listed = [f"{_subtree(g)}: {g[0].code} {g[0].message}" for g in groups[:_LISTED]]
         if len(groups) > _LISTED:
             listed.append(f"and {len(found) - sum(map(len, groups[:_LISTED]))} more")
@@ -317,20 +317,30 @@ def _prefix(group: Sequence[Finding]) -> str:
     return f"{show_path(shared)}.**" if shared else "**"
 
 
+def _facts(group: list[Finding]) -> list[list[Finding]]:
+    """Returns a group as it is, or each finding by itself if all are about one array."""
+    return [group] if _paths(group) > 1 else [[finding] for finding in group]
+
+
+def _paths(group: Sequence[Finding]) -> int:
+    """Returns the number of arrays: one array may have several findings."""
+    return len({finding.path for finding in group})
+
+
 def _subtree(group: Sequence[Finding]) -> str:
     if len(group) == 1:
         return group[0].path
-    return f"{_prefix(group)} ({len(group)} arrays, the first {group[0].path})"
+    return f"{_prefix(group)} ({_paths(group)} arrays, the first {group[0].path})"
 
 
 def _subtree_text(group: Sequence[Finding]) -> str:
     first = group[0]
-    if len(group) == 1:
-        return str(first)
+    if _paths(group) == 1:
+        return "\n".join(map(str, group))
     helps = f"\n  help: {first.help}" if first.help else ""
     return (
         f"{first.severity}[{first.code}] {first.name}: {_prefix(group)}\n"
-        f"  {len(group)} arrays, the first {first.path}: {first.message}{helps}"
+        f"  {_paths(group)} arrays, the first {first.path}: {first.message}{helps}"
     )
 
 
