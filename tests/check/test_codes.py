@@ -627,6 +627,23 @@ def test_sw109_suggests_an_axis_that_a_strategy_would_yield():
     assert [f.help for f in check(make, "data=2,model=4", refined)] == annotated
 
 
+def test_sw109_is_one_finding_for_a_name():
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+        named = [nnx.Linear(8, 8, kernel_init=init, rngs=rngs()) for _ in range(4)]
+        return nnx.Sequential(*named)
+
+    embed, mlp = check(make, "data=2,model=4").errors
+    assert (embed.path, mlp.path) == ("layers.0.kernel", "layers.0.kernel")
+    assert mlp.message == (
+        "name 'mlp' in the annotation does not resolve to an axis of the mesh (data, model): it is "
+        "used by 4 leaves, layers.{0..3}.kernel ×4"
+    )
+    found = check(make, "data=2,model=4", allow={"SW109": "layers.0.*"})
+    assert [f.path for f in found.errors] == ["layers.1.kernel"] * 2 and len(found.allowed) == 2
+    assert "used by 3 leaves" in found[0].message
+
+
 def test_sw109_is_distinct_from_sw101():
     make = linear(names=(None, "mlp"))
     assert codes(check(make, "data=2")) == ["SW109"]

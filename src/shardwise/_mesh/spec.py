@@ -27,6 +27,7 @@ class Fault:
     code: str
     message: str
     help: str
+    name: str = ""  # the logical name that does not resolve
 
 
 def dim_axes(entry: Any) -> Axes:
@@ -150,6 +151,7 @@ def faults(
                         if to is not None
                         else ""
                     ),
+                    axis,
                 )
             )
         else:
