@@ -247,6 +247,9 @@ def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -
         # The command line has no way to select some of the other kinds of devices.
         if is_cpu or not either("", "shell"):
             help_text += f"; or {part} for {known} of them"
+    # Processes that have joined a run have their devices already.
+    if count < known <= _MOST_CPU_DEVICES and devices and not jax.distributed.is_initialized():
+        help_text += f"; or {option('on', f'cpu:{known}')} for {known} virtual CPU devices"
     raise ValueError(f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}")
 
 
