@@ -228,6 +228,10 @@ def test_chips(run):
     assert (status or 0, err) == (0, "")
     header, *rows = out.splitlines()
     assert header.startswith("chip ") and [row.split()[0] for row in rows] == list(CHIPS)
+    for unit in ("HBM (GiB)", "usable/device (GiB)", "HBM (TB/s)", "link (GB/s)"):
+        assert unit in header
+    h100 = next(re.split("  +", row) for row in rows if row.startswith("h100"))
+    assert h100[3:5] == ["80.0", "79.2"]  # one unit, so that the columns compare
     status, out, err = run("chips", "--format", "json")
     shown = {row["name"]: row for row in json.loads(out)}
     assert (status or 0, err, list(shown)) == (0, "", list(CHIPS))
