@@ -242,7 +242,7 @@ ERRORS = {
     "no target": ((), "Missing argument 'TARGET'…"),
     "no mesh": (("mlp.py:make",), "Missing option '--mesh'…"),
     "option": (("mlp.py:make", *MESH, "--rule", "x"), "No such option: --rule…"),
-    "format": (("mlp.py:make", *MESH, "--format", "xml"), "Invalid value for '--format': …"),
+    "format": (("mlp.py:make", *MESH, "--format", "xml"), "--format 'xml' is not one of 'text', 'json'"),
     "no name": (("mlp.py", *MESH), f"target 'mlp.py' does not name a factory: {NAMES}"),
     "empty name": (("mlp.py:", *MESH), f"target 'mlp.py:' does not name a factory: {NAMES}"),
     "file": (("mpl.py:make", *MESH), "target file mpl.py does not exist"),

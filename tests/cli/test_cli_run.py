@@ -146,7 +146,7 @@ WRONG = {
     ),
     "no steps": (
         ("train", "small.py:recipe", *RUN, "--steps", "0"),
-        "Invalid value for '--steps': Input should be greater than or equal to 1",
+        "--steps must be a positive integer, got 0",
     ),
     "no devices": (
         ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
