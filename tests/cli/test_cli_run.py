@@ -226,7 +226,9 @@ def test_demo_shows_a_whole_run(run, tmp_path):
     assert "planned against live: no findings" in out
     apart = float(re.search(r"at most (\S+) from", out)[1])
     assert apart < 1e-5
-    assert "resumed from step 2" in err and "step 4/4" in err
+    folder = re.search(r"^on disk +(.+): steps 2, 4$", out, re.MULTILINE)[1]
+    assert folder.endswith("runs/demo") and f"resumed from step 2 in {folder}\n" in err
+    assert "step 2/2" in err and "step 4/4" in err
 
 
 ADVICE = {
