@@ -338,8 +338,8 @@ def _memory_as(value):
         (lambda saved: saved.update(collectives=None), "its 'by_axis' does not agree"),
         (lambda saved: saved.update(flops=None), "its 'by_axis' does not agree"),
         (lambda saved: saved["collectives"][0].pop("times"), "collectives[0] has no 'times'"),
-        (lambda saved: saved["collectives"][0].update(source=1), "source' is a int"),
-        (lambda saved: saved["buffers"].append(3), "is a int instead of an object"),
+        (lambda saved: saved["collectives"][0].update(source=1), "source' is an int"),
+        (lambda saved: saved["buffers"].append(3), "is an int instead of an object"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, told):

@@ -124,7 +124,7 @@ BAD = {
     "type": (
         (8, None),
         {},
-        "mesh axes are a int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+        "mesh axes are an int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
     ),
     "chip": (
         ("data=8", "v9:2x4"),

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._base import count, either, public
+from .._base import count, either, public, show_type
 from .._layout import pattern_regex, steps_text
 from .._nnx import show_path, split_path
 
@@ -257,7 +257,7 @@ def allowed_paths(allow: Allow | None, code: str) -> Callable[[str], bool]:
 def _allowances(allow: Allow | None) -> list[tuple[str, str]]:
     form = "allow maps codes to path patterns: {'SW105': 'embed.**'}"
     if allow is not None and not isinstance(allow, Mapping):
-        raise ValueError(f"allow is a {type(allow).__name__}: {form}")
+        raise ValueError(f"allow is {show_type(allow)}: {form}")
     name = either("allow", "--allow")
     patterns = []
     for code, value in (allow or {}).items():

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._base import add_folder, at_line_of, beside, is_users, load_file, shadowed
+from .._base import add_folder, at_line_of, beside, is_users, load_file, shadowed, show_type
 from .._nnx import Recipe
 
 _FORM = "write path/to/file.py:name or package.module:name"
@@ -34,7 +34,7 @@ def load_target(target: str) -> Any:
     found = load_name(target)
     if not (isinstance(found, Recipe | nnx.Module) or callable(found)):
         raise ValueError(
-            f"target {target!r} is a {type(found).__name__}: name a factory, an nnx.Module or a Recipe"
+            f"target {target!r} is {show_type(found)}: name a factory, an nnx.Module or a Recipe"
         )
     return found
 

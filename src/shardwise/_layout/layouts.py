@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either, public, show_bytes, show_devices, text_table
+from .._base import count, either, public, show_bytes, show_devices, show_type, text_table
 from .._jax import show_value
 from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
 from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
@@ -328,7 +328,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
 def _sizes(mesh: AnyMesh) -> dict[str, int]:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
-            f"the mesh is {show_value(mesh)}, a {type(mesh).__name__}: give sw.mesh('data=2,model=4') "
+            f"the mesh is {show_value(mesh)}, {show_type(mesh)}: give sw.mesh('data=2,model=4') "
             f"or a jax.sharding.Mesh"
         )
     return dict(mesh.shape)

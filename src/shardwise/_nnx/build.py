@@ -20,7 +20,7 @@ from jax.errors import (
 )
 from jax.sharding import AbstractMesh, AxisType
 
-from .._base import at_line_of
+from .._base import at_line_of, show_type
 from .._jax import quick_tracing
 from .._mesh import AnyMesh, show_mesh
 from .hidden import compute_hidden, fill_hidden, hidden_tracers
@@ -170,7 +170,7 @@ def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
         built = make()
     if not isinstance(built, nnx.Module):
         raise ValueError(
-            f"the model's factory returned a {type(built).__name__}: it must return an nnx.Module"
+            f"the model's factory returned {show_type(built)}: it must return an nnx.Module"
         )
     for _, node in nnx.iter_graph(built):
         if isinstance(node, nnx.Variable) and ambient:

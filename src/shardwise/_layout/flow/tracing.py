@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from ..._base import line_of
+from ..._base import line_of, show_type
 from ..._jax import shorten, show_value
 from ..._mesh import AnyMesh
 from ..._nnx import AbstractModel, Recipe, shape_of
@@ -41,9 +41,7 @@ def method_of(model: Any, method: Method) -> Callable[..., Any]:
         names = [n for n in dir(type(model)) if not n.startswith("_") and n not in dir(nnx.Module)]
         near = difflib.get_close_matches(str(method), names, n=3) or names[:5]
         hint = f"; it has {', '.join(near)}" if near else ""
-        raise ValueError(
-            f"the model, a {type(model).__name__}, has no method {show_value(method)}{hint}"
-        )
+        raise ValueError(f"the model, {show_type(model)}, has no method {show_value(method)}{hint}")
     return lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)
 
 
