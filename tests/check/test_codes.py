@@ -773,10 +773,10 @@ def test_allowances(allow, kept, allowed):
 
 
 def test_an_allowance_for_an_unknown_code_is_refused():
-    with pytest.raises(
-        ValueError, match="allow names 'SW999', an unknown code: the closest are SW109"
-    ):
-        check(linear(), "data=2", allow={"SW999": "**"})
+    hints = {"SW999": "the codes are SW101, SW102, .*", "SW014": "did you mean SW104?"}
+    for code, hint in hints.items():
+        with pytest.raises(ValueError, match=f"allow names '{code}', an unknown code: {hint}"):
+            check(linear(), "data=2", allow={code: "**"})
 
 
 # --- planned and live --------------------------------------------------------------------------

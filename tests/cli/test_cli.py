@@ -276,7 +276,7 @@ ERRORS = {
     "rules' min_bytes": (("mlp.py:make", *MESH, "--rules", "least.toml"), f"rules file least.toml has min_bytes = -1: {BYTES}"),
     "two min_bytes": (("mlp.py:make", *MESH, "--rules", "bytes.toml", "--min-bytes", "0"), "--min-bytes 0 conflicts with the rules file, which sets min_bytes: give one of them"),
     "inputs": (("mlp.py:make", *MESH, "--inputs", "int32[8];f32"), f"--inputs 'int32[8];f32' has 'f32': {SHAPES}"),
-    "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), f"--inputs 'int33[8]' has 'int33[8]': {SHAPES}"),
+    "inputs' dtype": (("mlp.py:make", *MESH, "--inputs", "int33[8]"), "--inputs 'int33[8]' has 'int33', which is not a dtype: did you mean int32?"),
     "inputs' shape": (("mlp.py:make", *MESH, "--strategy", "tensor", "--inputs", "float32[8,15]"), "Mlp.__call__ cannot be traced: TypeError: dot_general requires contracting dimensions to have the same shape, got (15,) and (16,) at …"),
     "explain": (("mlp.py:make", *MESH, "--explain", "up.kernal"), "no leaf has the path 'up.kernal'; nearest: up.kernel, down.kernel"),
 }

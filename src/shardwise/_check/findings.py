@@ -262,13 +262,19 @@ def _allowances(allow: Allow | None) -> list[tuple[str, str]]:
     patterns = []
     for code, value in (allow or {}).items():
         if code not in CODES:
-            near = difflib.get_close_matches(code, CODES, n=3, cutoff=0.6) or list(CODES)
-            which = "the closest are" if len(near) < len(CODES) else "the codes are"
-            raise ValueError(f"{name} names {code!r}, an unknown code: {which} {', '.join(near)}")
+            near = " or ".join(nearest_codes(code))
+            hint = f"did you mean {near}?" if near else f"the codes are {', '.join(CODES)}"
+            raise ValueError(f"{name} names {code!r}, an unknown code: {hint}")
         if not isinstance(value, str | list | tuple) or not all(isinstance(p, str) for p in value):
             raise ValueError(f"allow has {value!r} for {code}: {form}")
         patterns += [(code, p) for p in ((value,) if isinstance(value, str) else value)]
     return patterns
+
+
+def nearest_codes(given: str) -> list[str]:
+    """Returns the codes that a wrong one may stand for."""
+    # All codes share their first letters: 0.8 means that one character of the five is wrong.
+    return difflib.get_close_matches(given.upper(), CODES, n=3, cutoff=0.8)
 
 
 def make_finding(code: str, path: str, message: str, help: str = "", context: str = "") -> Finding:

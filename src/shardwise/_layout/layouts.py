@@ -19,7 +19,7 @@ from .._jax import show_value
 from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
 from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
 from . import lockfile
-from .flow import Method, method_of, trace_flow
+from .flow import Method, call_arguments, method_of, trace_flow
 from .optimizer import optimizer_leaves
 from .rows import HEADER, leaf_rows, show_shape
 from .rules import Logical, Patterns, Rules, Scene, from_annotations
@@ -262,6 +262,7 @@ def layout(
         2 leaves on data=2,model=4: 144 B of 576 B on each of 8 devices (exact)
     """
     sizes = _sizes(mesh)
+    call_arguments(inputs)
     recipe = model if isinstance(model, Recipe) else None
     abstract = abstract_model(model.model if isinstance(model, Recipe) else model, mesh)
     leaves = leaves_of(abstract, sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,20 @@ Method = str | Callable[..., Any] | None
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and keyword arguments that `inputs=` stands for."""
+    """Returns the positional and keyword arguments that `inputs=` stands for.
+
+    Raises:
+        ValueError: an argument is written as the command line has it, `"int32[8,128]"`.
+    """
+    for leaf in jax.tree.leaves(inputs):
+        shape = re.fullmatch(r"(\w+)\[([\d, ]*)\]", leaf) if isinstance(leaf, str) else None
+        if shape is not None or (isinstance(leaf, str) and leaf is inputs):
+            dtype, sizes = shape.groups() if shape is not None else ("int32", "8,128")
+            dims = tuple(int(size) for size in sizes.split(",") if size.strip())
+            raise ValueError(
+                f"inputs has the text {leaf!r}: only the command line takes shapes as text; give "
+                f"jax.ShapeDtypeStruct({dims}, {dtype!r}) or an array"
+            )
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
