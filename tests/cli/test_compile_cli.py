@@ -223,6 +223,15 @@ def test_plan_with_errors_is_shown_and_not_compiled(run):
     assert (status, err, json.loads(out)["compiled"]) == (1, "", None)
 
 
+def test_warnings_of_the_layout_are_noted(run):
+    mesh = ("--mesh", "seq=2,data=2", "--on", "cpu:4", "--strategy", "fsdp")
+    status, out, err = run("compile", "small.py:recipe", *mesh)
+    assert status == 0 and "SW111" not in out
+    assert err == "note: the layout has 1 warning (SW111): shardwise check shows it\n"
+    status, out, err = run("plan", "small.py:recipe", *mesh, "--compile")
+    assert (status, err) == (0, "") and "warning[SW111]" in out
+
+
 def test_chips(run):
     status, out, err = run("chips")
     assert (status or 0, err) == (0, "")
