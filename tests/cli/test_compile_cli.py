@@ -388,7 +388,7 @@ def plain_environment(folder):
 @pytest.mark.parametrize("on", ["v5e:2x2", "here"])
 def test_nothing_is_on_stderr_in_a_plain_environment(folder, on):
     size = "data=4" if on != "here" else "data=1"
-    command = ("compile", "small.py:make", "--mesh", size, "--on", on)
+    command = ("compile", "small.py:make", "--mesh", size, "--on", on, "--strategy", "fsdp")
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", *command, "--inputs", "float32[32,256]"],
         env=plain_environment(folder),
