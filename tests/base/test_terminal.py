@@ -502,8 +502,9 @@ def test_a_code_is_explained_without_the_docs(run):
     assert run("explain", "indivisible-dim") == (0, out, "")
     _, out, _ = run("explain")
     assert [line.split()[0] for line in out.splitlines()[1:-2]] == list(CODES)
-    text = "shardwise: 'SW14' is not a code: the nearest are SW104, SW501, SW405\n"
-    assert run("explain", "SW14") == (2, "", text)
+    text = "shardwise: {!r} is not a code: {}shardwise explain lists all codes\n"
+    assert run("explain", "SW14") == (2, "", text.format("SW14", "did you mean SW104? "))
+    assert run("explain", "SW999") == (2, "", text.format("SW999", ""))
     _, out, _ = run("check", "model.py:make", *MESH[:2], "--rules", "wrong.toml")
     assert out.endswith("shardwise explain SW101 explains it, and what to do\n")
 

@@ -627,6 +627,23 @@ def test_sw109_suggests_an_axis_that_a_strategy_would_yield():
     assert [f.help for f in check(make, "data=2,model=4", refined)] == annotated
 
 
+def test_sw109_is_one_finding_for_a_name():
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.normal(), ("embed", "mlp"))
+        named = [nnx.Linear(8, 8, kernel_init=init, rngs=rngs()) for _ in range(4)]
+        return nnx.Sequential(*named)
+
+    embed, mlp = check(make, "data=2,model=4").errors
+    assert (embed.path, mlp.path) == ("layers.0.kernel", "layers.0.kernel")
+    assert mlp.message == (
+        "name 'mlp' in the annotation does not resolve to an axis of the mesh (data, model): it is "
+        "used by 4 leaves, layers.{0..3}.kernel ×4"
+    )
+    found = check(make, "data=2,model=4", allow={"SW109": "layers.0.*"})
+    assert [f.path for f in found.errors] == ["layers.1.kernel"] * 2 and len(found.allowed) == 2
+    assert "used by 3 leaves" in found[0].message
+
+
 def test_sw109_is_distinct_from_sw101():
     make = linear(names=(None, "mlp"))
     assert codes(check(make, "data=2")) == ["SW109"]
@@ -756,10 +773,10 @@ def test_allowances(allow, kept, allowed):
 
 
 def test_an_allowance_for_an_unknown_code_is_refused():
-    with pytest.raises(
-        ValueError, match="allow names 'SW999', an unknown code: the closest are SW109"
-    ):
-        check(linear(), "data=2", allow={"SW999": "**"})
+    hints = {"SW999": "the codes are SW101, SW102, .*", "SW1O4": "did you mean SW104\\?"}
+    for code, hint in hints.items():
+        with pytest.raises(ValueError, match=f"allow names '{code}', an unknown code: {hint}"):
+            check(linear(), "data=2", allow={code: "**"})
 
 
 # --- planned and live --------------------------------------------------------------------------
@@ -848,3 +865,18 @@ def test_different_findings_are_not_folded():
 
     text = str(check(make, "model=4", {"layers.0.kernel": ROW, "layers.1.kernel": COLUMN}))
     assert "alike" not in text and text.count("SW104") == 2
+
+
+def test_several_findings_of_one_array_are_not_several_arrays():
+    one = check(linear(6, 10), "a=4,b=4", {"kernel": P("a", "b")})
+    with pytest.raises(sw.LayoutError) as caught:
+        one.raise_if_errors()
+    text = caught.value.format_message()
+    assert text.startswith("2 findings: kernel: SW104 dim 0 (size 6)"), text
+    assert "; kernel: SW104 dim 1 (size 10)" in text and "arrays" not in text
+    make = lambda: models.Transformer(rngs(), hidden=30, layers=4)  # noqa: E731
+    many = check(make, "a=4,b=7", {"blocks.*.mlp.up.kernel": P("b", "a")})
+    with pytest.raises(sw.LayoutError) as caught:
+        many.raise_if_errors()
+    text = caught.value.format_message()
+    assert "8 findings: blocks.** (4 arrays, the first blocks.0.mlp.up.kernel)" in text

@@ -146,7 +146,7 @@ WRONG = {
     ),
     "no steps": (
         ("train", "small.py:recipe", *RUN, "--steps", "0"),
-        "Invalid value for '--steps': Input should be greater than or equal to 1",
+        "--steps must be a positive integer, got 0",
     ),
     "no devices": (
         ("train", "small.py:recipe", "--mesh", "data=8", "--on", "none", "--steps", "1"),
@@ -226,7 +226,9 @@ def test_demo_shows_a_whole_run(run, tmp_path):
     assert "planned against live: no findings" in out
     apart = float(re.search(r"at most (\S+) from", out)[1])
     assert apart < 1e-5
-    assert "resumed from step 2" in err and "step 4/4" in err
+    folder = re.search(r"^on disk +(.+): steps 2, 4$", out, re.MULTILINE)[1]
+    assert folder.endswith("runs/demo") and f"resumed from step 2 in {folder}\n" in err
+    assert "step 2/2" in err and "step 4/4" in err
 
 
 ADVICE = {

@@ -276,6 +276,41 @@ def test_both_specs_of_an_activation_are_named(layers):
     assert torn.message.endswith("used as P('data', 'model')")
 
 
+class Grouped(nnx.Module):
+    def __init__(self):
+        groups = {"feature_group_count": 8, "use_bias": False}
+        self.conv = nnx.Conv(8, 32, (3, 3), rngs=nnx.Rngs(0), **groups)
+
+    def __call__(self, x):
+        return self.conv(x)
+
+
+def compile_convolution(rules, batch_spec=None):
+    recipe = sw.Recipe(
+        model=Grouped,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((16, 16, 16, 8), "float32"),
+        batch_spec=batch_spec,
+    )
+    return sw.compile(recipe, sw.layout(recipe, sw.mesh("data=2,model=4", on="cpu:8"), rules))
+
+
+def test_a_convolution_that_moves_shards_names_its_kernel_and_spec():
+    rule = {"conv.kernel": P(None, None, None, "data")}
+    (found,) = [f for f in compile_convolution(rule).findings if f.code == "SW304"]
+    assert "the convolution with conv.kernel, of shape [3, 3, 1, 32]" in found.message
+    assert found.message.endswith("stored as P(None, None, None, 'data')")
+    assert found.help.startswith("store conv.kernel as P()")
+    assert "SW304" not in {f.code for f in compile_convolution({"conv.kernel": P()}).findings}
+
+
+def test_the_borders_of_a_batch_split_in_space_are_no_mismatch():
+    compiled = compile_convolution("dp", P("data", "model"))
+    assert "collective-permute" in {row.kind for row in compiled.collectives}
+    assert not [f for f in compiled.findings if f.code == "SW304"]
+
+
 def line_of(function, after):
     return f"{Path(__file__).name}:{function.__code__.co_firstlineno + after}"
 
@@ -338,8 +373,8 @@ def _memory_as(value):
         (lambda saved: saved.update(collectives=None), "its 'by_axis' does not agree"),
         (lambda saved: saved.update(flops=None), "its 'by_axis' does not agree"),
         (lambda saved: saved["collectives"][0].pop("times"), "collectives[0] has no 'times'"),
-        (lambda saved: saved["collectives"][0].update(source=1), "source' is a int"),
-        (lambda saved: saved["buffers"].append(3), "is a int instead of an object"),
+        (lambda saved: saved["collectives"][0].update(source=1), "source' is an int"),
+        (lambda saved: saved["buffers"].append(3), "is an int instead of an object"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, told):

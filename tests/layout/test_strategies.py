@@ -96,8 +96,8 @@ SPEC = "a rule gives a PartitionSpec, or None for no opinion"
 KNOWN = "use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"
 TO = "is not an axis: give an axis name, a tuple of them, or None"
 REFUSED = {
-    "model": (lambda: lay(3), "the model is 3, a int: give an nnx.Module, or a function of no arguments that returns one"),
-    "factory": (lambda: lay(lambda: 3), "the model's factory returned a int: it must return an nnx.Module"),
+    "model": (lambda: lay(3), "the model is 3, an int: give an nnx.Module, or a function of no arguments that returns one"),
+    "factory": (lambda: lay(lambda: 3), "the model's factory returned an int: it must return an nnx.Module"),
     "arguments": (lambda: lay(lambda config, *, seed=0: 3), "the model's factory '<lambda>' needs the argument 'config': give a function of no arguments, such as lambda: Model(config, rngs=...)"),
     "mesh": (lambda: sw.layout(mlp, "data=2"), "the mesh is 'data=2', a str: give sw.mesh('data=2,model=4') or a jax.sharding.Mesh"),
     "other mesh": (lambda: lay(mlp).on(None), "the mesh is None, a NoneType: give sw.mesh('data=2,model=4') or a jax.sharding.Mesh"),

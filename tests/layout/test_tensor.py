@@ -433,3 +433,12 @@ def test_inputs_that_fail_are_shown_by_shape_after_the_cause():
         "it was called with x=float32[2,3,15], cache={'keys': float32[2,8,4,8], "
         "'values': float32[2,8,4,8], 'index': int32[]}"
     )
+
+
+@pytest.mark.parametrize("rule", ["fsdp", sw.tensor("data")], ids=["untraced", "traced"])
+@pytest.mark.parametrize("inputs", ["int32[8,128]", {"x": "int32[8, 128]"}], ids=["text", "named"])
+def test_shapes_as_text_are_for_the_command_line(rule, inputs):
+    make = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))  # noqa: E731
+    words = r"inputs has the text 'int32\[.*give jax.ShapeDtypeStruct\(\(8, 128\), 'int32'\)"
+    with pytest.raises(ValueError, match=words):
+        sw.layout(make, sw.mesh("data=2", on="none"), rule, inputs=inputs)

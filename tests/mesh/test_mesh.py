@@ -59,7 +59,7 @@ BAD = {
     "product": (
         ("data=3,model=4", None),
         {},
-        "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: these fit 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1",
+        "mesh data=3,model=4 needs 12 devices, but the cpu backend has 8: these fit 8: data=2,model=4; data=4,model=2; data=1,model=8; data=8,model=1; or on='cpu:12' for 12 virtual CPU devices",
     ),
     "too few": (
         ("data=4", None),
@@ -124,7 +124,7 @@ BAD = {
     "type": (
         (8, None),
         {},
-        "mesh axes are a int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
+        "mesh axes are an int: write axes as 'data=2,model=4' or {'data': 2, 'model': 4}",
     ),
     "chip": (
         ("data=8", "v9:2x4"),

@@ -305,3 +305,41 @@ def test_a_plain_model_split_by_tensor_on_explicit_axes_is_pointed_to_auto_ones(
     recipe = recipe_of(make, (16, 64))
     with pytest.raises(ValueError, match="without explicit=True"):
         sw.train_step(recipe, layout)(sw.train_state(recipe, layout), np.ones((16, 64), "float32"))
+
+
+def as_condition(kernel):
+    return 1 if kernel.sum() > 0 else 2
+
+
+def as_number(kernel):
+    return float(kernel[0, 0])
+
+
+def as_numpy(kernel):
+    return np.asarray(kernel)
+
+
+def as_size(kernel):
+    return jnp.zeros(kernel[0, 0].astype("int32"))
+
+
+READS = {
+    as_condition: "as a condition",
+    as_number: "as a Python number",
+    as_numpy: "as a NumPy array",
+    as_size: "as a size",
+}
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda f: f.__name__)
+def test_a_factory_that_reads_a_traced_value_is_told_where(read):
+    def make():
+        model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        read(model.kernel[...])
+        return model
+
+    line = read.__code__.co_firstlineno + 1
+    with pytest.raises(ValueError, match="reads the value of an array") as caught:
+        sw.layout(make, sw.mesh("data=2", on="none"))
+    assert f"an array {READS[read]}, at tests/nnx/test_build.py:{line}: " in str(caught.value)
+    assert "jnp.where" in str(caught.value) and "racer" not in str(caught.value)

@@ -90,7 +90,7 @@ def test_an_optimizer_for_a_layout_with_errors_keeps_the_errors():
 BAD_FACTORIES = {
     "class": (nnx.Linear, "the model's factory 'Linear' needs the argument 'in_features': give a function of no arguments"),
     "outer rngs": (functools.partial(nnx.Linear, 2, 2, rngs=nnx.Rngs(0)), "the model's factory changes something that was created outside it, such as an nnx.Rngs"),
-    "other": (lambda: 3, "the model's factory returned a int: it must return an nnx.Module"),
+    "other": (lambda: 3, "the model's factory returned an int: it must return an nnx.Module"),
 }  # fmt: skip
 
 

@@ -148,6 +148,9 @@ def test_signals_are_forwarded(number, mode, code):
         assert launcher.returncode == code
     if mode == "saves":
         assert "[0] saved 0\n" in rest and "[1] saved 1\n" in rest
+    else:
+        said = [line for line in rest.splitlines() if line.startswith("shardwise: ")]
+        assert said == [f"shardwise: stopped by {number.name}"]
     wait_until_gone(pids(text + rest))
 
 

@@ -455,7 +455,7 @@ RECIPES = {
         {"model": Mlp(nnx.Rngs(0))},
         "model must be a function of no arguments that returns an nnx.Module, got a Mlp",
     ),
-    "loss": ({"loss": 3}, "loss must be a function of a model and a batch, got a int"),
+    "loss": ({"loss": 3}, "loss must be a function of a model and a batch, got an int"),
     "optimizer": ({"optimizer": 0.1}, "optimizer must be an optax transformation, got a float"),
     "batch": ({"batch": {"x": (8, 16)}}, "batch['x'][0] is 8: use jax.ShapeDtypeStruct"),
     "no-parts": ({"accumulate": 0}, "accumulate must be a positive integer, got 0"),

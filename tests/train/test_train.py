@@ -324,14 +324,18 @@ def small(axes="data=2,model=4"):
     return given, layout, sw.train_step(given, layout)
 
 
-def test_the_given_state_is_donated():
+def test_the_given_state_is_donated(tmp_path):
     given, layout, step = small()
     batch = one_batch(VECTORS, 0)
     state = sw.train_state(given, layout)
     after, _ = step(state, batch)
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
-    words = "step was donated to an earlier step; down.bias was donated to an earlier step"
+    words = "this state was donated to a step.*use the state that the step returned"
+    with pytest.raises(ValueError, match=words):
+        state.to_model(given.model)
+    with pytest.raises(ValueError, match=words):
+        sw.Checkpoints(tmp_path).save(1, state)
     for _ in range(2):  # before and after JAX's own fast path
         with pytest.raises(ValueError, match=words):
             step(state, batch)

@@ -41,3 +41,4 @@ from .text import either as either
 from .text import option as option
 from .text import parse_bytes as parse_bytes
 from .text import shell_words as shell_words
+from .text import show_type as show_type

@@ -15,6 +15,15 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
+def show_type(value: object) -> str:
+    """Returns the name of a value's type with its article: `a dict`, `an int`, `an MLP`."""
+    name = type(value).__name__
+    is_spelled = name[:2].isupper() or name.startswith("nd")  # letter by letter, as in `an ndarray`
+    vowels = "aefhilmnorsx" if is_spelled else "aeio"
+    is_short_u = name[0] in "uU" and name[1:2].lower() not in "ins"  # `an Update`, but `a UNet`
+    return f"{'an' if name[0].lower() in vowels or is_short_u else 'a'} {name}"
+
+
 def parse_bytes(text: str) -> int:
     """Returns the number of bytes that a text such as `64KiB` stands for.
 

@@ -7,6 +7,7 @@ from .findings import Findings as Findings
 from .findings import LayoutError as LayoutError
 from .findings import group_similar as group_similar
 from .findings import make_finding as make_finding
+from .findings import nearest_codes as nearest_codes
 from .findings import sift as sift
 from .live import audit as audit
 from .matching import matched as matched

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._base import count, either, public
+from .._base import count, either, public, show_type
 from .._layout import pattern_regex, steps_text
 from .._nnx import show_path, split_path
 
@@ -119,7 +119,7 @@ class LayoutError(ValueError):
         Click calls the method of this name to print an error.
         """
         found = [*self.findings.errors, *self.findings.warnings]
-        groups = [group for code in _by_code(found) for group in subtrees(code)]
+        groups = [part for code in _by_code(found) for g in subtrees(code) for part in _facts(g)]
         listed = [f"{_subtree(g)}: {g[0].code} {g[0].message}" for g in groups[:_LISTED]]
         if len(groups) > _LISTED:
             listed.append(f"and {len(found) - sum(map(len, groups[:_LISTED]))} more")
@@ -257,18 +257,24 @@ def allowed_paths(allow: Allow | None, code: str) -> Callable[[str], bool]:
 def _allowances(allow: Allow | None) -> list[tuple[str, str]]:
     form = "allow maps codes to path patterns: {'SW105': 'embed.**'}"
     if allow is not None and not isinstance(allow, Mapping):
-        raise ValueError(f"allow is a {type(allow).__name__}: {form}")
+        raise ValueError(f"allow is {show_type(allow)}: {form}")
     name = either("allow", "--allow")
     patterns = []
     for code, value in (allow or {}).items():
         if code not in CODES:
-            near = difflib.get_close_matches(code, CODES, n=3, cutoff=0.6) or list(CODES)
-            which = "the closest are" if len(near) < len(CODES) else "the codes are"
-            raise ValueError(f"{name} names {code!r}, an unknown code: {which} {', '.join(near)}")
+            near = " or ".join(nearest_codes(code))
+            hint = f"did you mean {near}?" if near else f"the codes are {', '.join(CODES)}"
+            raise ValueError(f"{name} names {code!r}, an unknown code: {hint}")
         if not isinstance(value, str | list | tuple) or not all(isinstance(p, str) for p in value):
             raise ValueError(f"allow has {value!r} for {code}: {form}")
         patterns += [(code, p) for p in ((value,) if isinstance(value, str) else value)]
     return patterns
+
+
+def nearest_codes(given: str) -> list[str]:
+    """Returns the codes that a wrong one may stand for."""
+    # All codes share their first letters: 0.8 means that one character of the five is wrong.
+    return difflib.get_close_matches(given.upper(), CODES, n=3, cutoff=0.8)
 
 
 def make_finding(code: str, path: str, message: str, help: str = "", context: str = "") -> Finding:
@@ -317,20 +323,30 @@ def _prefix(group: Sequence[Finding]) -> str:
     return f"{show_path(shared)}.**" if shared else "**"
 
 
+def _facts(group: list[Finding]) -> list[list[Finding]]:
+    """Returns a group as it is, or each finding by itself if all are about one array."""
+    return [group] if _paths(group) > 1 else [[finding] for finding in group]
+
+
+def _paths(group: Sequence[Finding]) -> int:
+    """Returns the number of arrays: one array may have several findings."""
+    return len({finding.path for finding in group})
+
+
 def _subtree(group: Sequence[Finding]) -> str:
     if len(group) == 1:
         return group[0].path
-    return f"{_prefix(group)} ({len(group)} arrays, the first {group[0].path})"
+    return f"{_prefix(group)} ({_paths(group)} arrays, the first {group[0].path})"
 
 
 def _subtree_text(group: Sequence[Finding]) -> str:
     first = group[0]
-    if len(group) == 1:
-        return str(first)
+    if _paths(group) == 1:
+        return "\n".join(map(str, group))
     helps = f"\n  help: {first.help}" if first.help else ""
     return (
         f"{first.severity}[{first.code}] {first.name}: {_prefix(group)}\n"
-        f"  {len(group)} arrays, the first {first.path}: {first.message}{helps}"
+        f"  {_paths(group)} arrays, the first {first.path}: {first.message}{helps}"
     )
 
 

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from .._base import public, show_bytes
+from .._base import public, show_bytes, show_type
 from .._layout import Layout
 from .._mesh import normal_spec, show_mesh, show_spec
 from .._nnx import Leaf, array_bytes, keyed_leaves
@@ -35,9 +35,7 @@ def audit(layout: Layout, live: Any, *, allow: Allow | None = None) -> Findings:
         no findings
     """
     if not isinstance(layout, Layout):
-        raise ValueError(
-            f"audit takes a layout as its first argument, got a {type(layout).__name__}"
-        )
+        raise ValueError(f"audit takes a layout as its first argument, got {show_type(layout)}")
     if isinstance(live, nnx.Optimizer):
         live = live.opt_state
     state = nnx.split(live)[1] if isinstance(live, nnx.Module) else live

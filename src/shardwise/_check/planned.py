@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from jax.sharding import PartitionSpec as P
 
 from .._base import public
-from .._layout import Layout, require_layout
+from .._layout import Layout, fold_paths, require_layout
 from .._mesh import (
     DATA_AXES,
     Axes,
@@ -49,14 +49,13 @@ def check(
         1 error, 0 warnings
     """
     require_layout(layout)
-    return sift(_findings(layout, replicated_bytes, allowed_paths(allow, "SW105")), allow)
+    return sift(_findings(layout, replicated_bytes, allow), allow)
 
 
-def _findings(
-    layout: Layout, replicated_bytes: int, allowed: Callable[[str], bool]
-) -> Iterator[Finding]:
+def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Iterator[Finding]:
     mesh = show_mesh(layout.mesh)
-    replication = Replication(layout, replicated_bytes, allowed)
+    replication = Replication(layout, replicated_bytes, allowed_paths(allow, "SW105"))
+    unresolved = _unresolved(layout, allowed_paths(allow, "SW109"))
     siblings: dict[tuple, dict[str, Leaf]] = {}
     places: dict[str, str | None] | None = None
     for leaf in layout.leaves:
@@ -67,7 +66,13 @@ def _findings(
             places = _places(layout) if places is None else places
             found = faults(leaf.shape, leaf.spec, leaf.sizes, leaf.annotation_names, places)
         for fault in found:
-            yield make_finding(fault.code, leaf.path, fault.message, fault.help, context)
+            leaves = unresolved.get((fault.name, leaf.path), [leaf])
+            if not leaves:
+                continue
+            message = fault.message
+            if len(leaves) > 1:
+                message += f": it is used by {len(leaves)} leaves, {_first_paths(leaves)}"
+            yield make_finding(fault.code, leaf.path, message, fault.help, context)
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
         if not found:
@@ -98,6 +103,36 @@ def _unrefined(leaf: Leaf) -> P:
     """
     specs = [o.spec for o in leaf.trail if o.spec is not None and not o.refines]
     return specs[-1] if specs else P()
+
+
+def _unresolved(
+    layout: Layout, allowed: Callable[[str], bool]
+) -> dict[tuple[str, str], list[Leaf]]:
+    """Returns, by name and path of its first leaf, all leaves with a name that does not resolve.
+
+    One mapping resolves a name everywhere, so these leaves are one finding; the others of them have
+    an empty list. Allowed leaves are not included.
+    """
+    found: dict[str, list[Leaf]] = {}
+    for leaf in layout.leaves:
+        if leaf.annotation_names and not allowed(leaf.path):
+            for name in (fault.name for fault in leaf.faults if fault.name):
+                found.setdefault(name, []).append(leaf)
+    return {
+        (name, leaf.path): [] if number else leaves
+        for name, leaves in found.items()
+        for number, leaf in enumerate(leaves)
+    }
+
+
+def _first_paths(leaves: Sequence[Leaf]) -> str:
+    """Returns the first few paths, with identical layers as one."""
+    groups: dict[tuple, list[tuple]] = {}
+    for leaf in leaves:
+        numberless = tuple(0 if isinstance(key, int) else key for key in leaf.keys)
+        groups.setdefault(numberless, []).append(leaf.keys)
+    listed = [fold_paths(paths) for paths in groups.values()]
+    return ", ".join(listed[:3]) + (", …" if len(listed) > 3 else "")
 
 
 def _ambiguous(leaf: Leaf, context: str) -> Iterator[Finding]:

@@ -21,7 +21,15 @@ from .._mesh import show_mesh
 from .._nnx import Recipe
 from .._place import own_mesh, require_mesh
 from .._processes import exchange
-from .._step import Blueprint, NotFinite, TrainState, make_blueprint, named_arrays, show_array
+from .._step import (
+    Blueprint,
+    NotFinite,
+    TrainState,
+    make_blueprint,
+    named_arrays,
+    require_not_donated,
+    show_array,
+)
 from .digest import ALGORITHM, digests
 from .errors import CheckpointError, reason_for
 from .preflight import Preflight, array_rows, flight_check
@@ -116,9 +124,11 @@ class Checkpoints:
         Raises:
             CheckpointError: this save could not be started, or the previous one failed.
             NotFinite: the previous save had an array that is not finite.
+            ValueError: the state was donated to a step.
         """
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"step must be a non-negative integer, got {step!r}")
+        require_not_donated(state)
         self._settle()
         step = operator.index(step)
         could_not = f"step {step} could not be saved to {self.directory}"

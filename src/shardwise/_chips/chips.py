@@ -87,6 +87,7 @@ _INFO = "jax tpu_info; the scaling book; capacity: libtpu's own limit"
 _PAGE = "the Cloud TPU page; capacity: libtpu's own limit"
 _HOPPER = Gpu((9, 0), 132, 1.98, 128, 52428800, 233472)
 
+# The "80 GB" and "141 GB" of NVIDIA's datasheets are GiB: the driver reports more than 80e9 bytes.
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
@@ -97,15 +98,15 @@ CHIPS: dict[str, Chip] = {
         _tpu("tpu7x", "TPU7x", 3, 206e9, 94.74, 7.38e12, 2.307e15, 9e10, 12.5e9, 2, _PAGE),
         _gpu(
             "a100",
-            80e9,
+            80 * GIB,
             85_094_825_984,
             (2.0e12, 3.12e14, 300e9, 25e9),
             Gpu((8, 0), 108, 1.41, 64, 41943040, 167936),
         ),
-        _gpu("h100", 80e9, 85_029_158_912, (3.35e12, 9.9e14, 450e9, 50e9), _HOPPER),
+        _gpu("h100", 80 * GIB, 85_029_158_912, (3.35e12, 9.9e14, 450e9, 50e9), _HOPPER),
         _gpu(
             "h200",
-            141e9,
+            141 * GIB,
             150_109_880_320,
             (4.8e12, 9.9e14, 450e9, 50e9),
             dataclasses.replace(_HOPPER, l2_bytes=62914560),

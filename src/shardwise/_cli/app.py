@@ -14,6 +14,15 @@ from .options import app
 # Importing these rooms registers their commands.
 __all__ = ["main", "planning", "reference", "run", "running"]
 
+# What a value must be, by the type of Pydantic's error.
+_WANTED = {
+    "int_parsing": "an integer",
+    "int_from_float": "an integer",
+    "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}",
+    "less_than_equal": "at most {le}",
+}
+
 
 def main() -> None:
     """Runs the command line inside a process that may continue; `__main__` runs it as its own."""
@@ -68,10 +77,32 @@ def _example(error: Any) -> str:
     return "shardwise " + " ".join(line.removesuffix("\\").strip() for line in example)
 
 
+def _wrong_value(error: Any) -> str:
+    """Returns a sentence about an option's value, or an empty text if Typer's own must do.
+
+    Typer lets Pydantic parse values, and prints its words, which lack the value.
+    """
+    failures = getattr(error.__cause__, "errors", None)
+    if not callable(failures) or error.param is None:
+        return ""
+    found: Any = failures()
+    kind, given, context = found[0]["type"], str(found[0]["input"]), found[0].get("ctx", {})
+    option = max(error.param.opts, key=len)
+    if kind == "value_error":
+        return f"{option} {str(context['error']).rstrip('.')}"
+    if kind not in _WANTED:
+        return ""
+    wanted = "a positive integer" if context.get("ge") == 1 else _WANTED[kind].format(**context)
+    shown = given if given.removeprefix("-").isdecimal() else repr(given)
+    return f"{option} must be {wanted}, got {shown}"
+
+
 def _sentence(error: Exception) -> str:
     # Typer's own errors (a wrong option, a missing argument) carry a ready message.
     ready = getattr(error, "format_message", None)
     text = str(ready() if callable(ready) else error)
+    if type(error).__name__ == "BadParameter":
+        text = _wrong_value(error) or text
     if type(error).__name__ == "MissingParameter":
         text = f"{text.rstrip('.')}: for example, {_example(error)}"
     if ready is None:

@@ -335,13 +335,25 @@ def compile_target(
     inputs: str | None,
     method: str | None = None,
     calibration: str | None = None,
+    *,
+    note: bool = True,
 ) -> Compiled:
     """Returns what `lay_out` returned, compiled.
+
+    Args:
+        target: the target.
+        found: what it names.
+        layout: its layout.
+        inputs: the arguments of a model's call.
+        method: the method to call with them.
+        note: whether to say on stderr that `check` would find something, which a compilation does
+            not show.
 
     Raises:
         ValueError: the layout has errors, or a model's inputs are missing.
     """
-    from .._check import LayoutError
+    from .._base import count
+    from .._check import LayoutError, check
     from .._compile import compile as compile_step
     from .._mesh import chips_of
     from .._nnx import Recipe
@@ -358,7 +370,7 @@ def compile_target(
     where = f" for {chips}" if chips is not None else ""
     try:
         with working(f"compiling {target}{where}"):
-            return compile_step(
+            compiled = compile_step(
                 found,
                 layout,
                 inputs=shapes,
@@ -372,6 +384,16 @@ def compile_target(
         raise ValueError(
             f"not compiled because the layout has errors: {error.findings[0].concise}{rest}"
         ) from error
+    warnings = check(layout).warnings if note else ()
+    if warnings:
+        codes = ", ".join(dict.fromkeys(finding.code for finding in warnings))
+        them = "it" if len(warnings) == 1 else "them"
+        typer.echo(
+            f"note: the layout has {count(len(warnings), 'warning')} ({codes}): shardwise check "
+            f"shows {them}",
+            err=True,
+        )
+    return compiled
 
 
 def estimate_target(
@@ -413,7 +435,8 @@ def plan_target(
     plan = plan_of(found, layout)
     if not compile or plan.findings.errors:
         return plan
-    return dataclasses.replace(plan, compiled=compile_target(target, found, layout, inputs, method))
+    compiled = compile_target(target, found, layout, inputs, method, note=False)
+    return dataclasses.replace(plan, compiled=compiled)
 
 
 def require_writable(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._base import add_folder, at_line_of, beside, is_users, load_file, shadowed
+from .._base import add_folder, at_line_of, beside, is_users, load_file, shadowed, show_type
 from .._nnx import Recipe
 
 _FORM = "write path/to/file.py:name or package.module:name"
@@ -34,7 +34,7 @@ def load_target(target: str) -> Any:
     found = load_name(target)
     if not (isinstance(found, Recipe | nnx.Module) or callable(found)):
         raise ValueError(
-            f"target {target!r} is a {type(found).__name__}: name a factory, an nnx.Module or a Recipe"
+            f"target {target!r} is {show_type(found)}: name a factory, an nnx.Module or a Recipe"
         )
     return found
 
@@ -113,6 +113,10 @@ _SHAPES = (
     "write dtype[shape], such as int32[8,128], several joined by ;, with names as in "
     'tokens=int32[8,128], or an argument that is a dict as {"x": "float32[8,16]"}'
 )
+_DTYPES = (
+    "float32", "bfloat16", "float16", "float64", "int32", "int64", "int8", "int16", "uint8",
+    "uint16", "uint32", "uint64", "bool", "complex64", "complex128",
+)  # fmt: skip
 
 
 def parse_inputs(text: str) -> tuple[Any, ...] | dict[str, Any]:
@@ -169,7 +173,11 @@ def _parse_array(written: str, text: str) -> jax.ShapeDtypeStruct:
     try:
         dtype = jnp.dtype(match[1])
     except TypeError:
-        raise wrong from None
+        near = difflib.get_close_matches(match[1], _DTYPES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "give one such as float32 or int32"
+        raise ValueError(
+            f"--inputs {text!r} has {match[1]!r}, which is not a dtype: {hint}"
+        ) from None
     sizes = [size.strip() for size in match[2].split(",") if size.strip()]
     if any(len(size) > 12 for size in sizes) or math.prod(map(int, sizes)) >= 2**53:
         raise ValueError(f"--inputs {text!r} has {written.strip()!r}: no array is that large")

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from typing import Any, overload
 
-from .._base import public, show_bytes, show_flops
+from .._base import public, show_bytes, show_flops, show_type
 from .._hlo import Collective
 from .._layout import Layout, LayoutDiff, diff_layouts
 from .result import Compiled
@@ -85,9 +85,9 @@ def diff(old: Any, new: Any) -> LayoutDiff | CompiledDiff:
         return diff_layouts(old, new)
     if isinstance(old, Compiled) and isinstance(new, Compiled):
         return _diff_compiled(old, new)
-    kinds = [type(one).__name__ for one in (old, new)]
+    kinds = [show_type(one) for one in (old, new)]
     raise ValueError(
-        f"diff compares two layouts, or two compilations, got a {kinds[0]} and a {kinds[1]}: "
+        f"diff compares two layouts, or two compilations, got {kinds[0]} and {kinds[1]}: "
         f"sw.load_layout and sw.load_compiled read them from files"
     )
 

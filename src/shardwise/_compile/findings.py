@@ -35,6 +35,7 @@ _ASKED_FOR = (
     "ppermute", "all_to_all", "all_gather", "psum", "psum_scatter", "pshuffle", "ragged_all_to_all",
     "psum_invariant", "all_gather_invariant", "reduce_scatter", "pbroadcast", "collective_permute",
 )  # fmt: skip
+_CONVOLUTION = "conv_general_dilated"
 _SHARE = 0.02  # of the peak: anything smaller is not reported
 _MOST = 5
 
@@ -265,7 +266,7 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     total = sum(row.total_bytes for row in compiled.collectives)
     rows: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
     for row in compiled.collectives:
-        if row.source.op.split("[")[0] in _ASKED_FOR:
+        if row.source.op.split("[")[0] in _ASKED_FOR or _is_halo(row, facts):
             continue
         leaf = leaves.get(row.source.leaf)
         moved = row.kind in ("all-to-all", "collective-permute")
@@ -289,8 +290,7 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             mismatch = f"it is stored as {show_spec(leaf.spec)} and used as {used}"
             path, help_text = leaf.path, f"store it as {used}, or use it split over {over}"
         else:
-            path, mismatch = place, _mismatch(largest, facts)
-            help_text = "give both the same spec: remove the constraint there, or move it"
+            path, (mismatch, help_text) = place, _mismatch(largest, facts)
         yield make_finding(
             "SW304",
             path,
@@ -300,8 +300,17 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _mismatch(row: Collective, facts: Facts) -> str:
-    """Returns the spec an array has and the one it needs at the collective's line, as text."""
+def _is_halo(row: Collective, facts: Facts) -> bool:
+    """Returns whether a convolution exchanges the borders of a batch that is split in space."""
+    if row.kind != "collective-permute" or row.source.op != _CONVOLUTION:
+        return False
+    leaves = jax.tree.leaves(facts.batch)
+    entries = [e for leaf in leaves for e in padded(leaf.sharding.spec, len(leaf.shape))[1:]]
+    return set(row.axes) <= {axis for entry in entries for axis in entry}
+
+
+def _mismatch(row: Collective, facts: Facts) -> tuple[str, str]:
+    """Returns the specs that an array has and needs at the collective's line, and what to do."""
     axes = set(row.axes)
     found = []
     for one in facts.reshards():
@@ -310,10 +319,21 @@ def _mismatch(row: Collective, facts: Facts) -> str:
         moved = axes <= before and (row.kind == "all-gather" or axes <= after)
         if one.place == row.source.place and moved:
             found.append(one)
-    if not found:
-        return f"{row.shape} is produced with one sharding and used with another"
-    most = max(found, key=lambda one: math.prod(one.shape))
-    return (
-        f"an array of shape {list(most.shape)} is produced as {show_spec(make_spec(most.before))} and "
-        f"used as {show_spec(make_spec(most.after))}"
-    )
+    help_text = "give both the same spec: remove the constraint there, or move it"
+    if found:
+        most = max(found, key=lambda one: math.prod(one.shape))
+        return (
+            f"an array of shape {list(most.shape)} is produced as "
+            f"{show_spec(make_spec(most.before))} and used as {show_spec(make_spec(most.after))}"
+        ), help_text
+    path = f"{row.source.module}.kernel"
+    kernels = [leaf for leaf in facts.layout.leaves if leaf.path == path]
+    if row.source.op == _CONVOLUTION and kernels:
+        # Shardy leaves it to the compiler how a convolution is partitioned.
+        spec, shape = show_spec(kernels[0].spec), list(kernels[0].shape)
+        return (
+            f"the compiler moves {row.shape} to partition the convolution with {path}, of shape "
+            f"{shape}, stored as {spec}",
+            f"store {path} as P()",
+        )
+    return f"{row.shape} is produced with one sharding and used with another", help_text

@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-from .._base import public
+from .._base import public, show_type
 from .._check import Finding, Findings
 from .._hlo import Buffer, Collective, Source
 from .._time import StepTime
@@ -60,7 +60,7 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
 
 def _compiled(found: Any) -> Compiled:
     if not isinstance(found, dict):
-        raise ValueError(f"it contains a {type(found).__name__} instead of an object")
+        raise ValueError(f"it contains {show_type(found)} instead of an object")
     if "leaves" in found and "memory" not in found:
         raise ValueError("it is a layout, for sw.load_layout")
     if found.get("format") == 1:
@@ -119,14 +119,14 @@ def _adds_up(memory: Memory) -> bool:
 
 def _rows(kind: type[T], rows: Any, name: str) -> tuple[T, ...]:
     if not isinstance(rows, list):
-        raise ValueError(f"its {name!r} is a {type(rows).__name__} instead of a list")
+        raise ValueError(f"its {name!r} is {show_type(rows)} instead of a list")
     return tuple(_made(kind, row, f"{name}[{i}]") for i, row in enumerate(rows))
 
 
 def _made(kind: type[T], row: Any, where: str) -> T:
     """Returns a dataclass with the fields in `row`, each of which must have its declared type."""
     if not isinstance(row, dict):
-        raise ValueError(f"its {where!r} is a {type(row).__name__} instead of an object")
+        raise ValueError(f"its {where!r} is {show_type(row)} instead of an object")
     hints = typing.get_type_hints(kind, localns={"Layout": object, "Machine": object})
     fields = {}
     for field in dataclasses.fields(typing.cast(Any, kind)):

@@ -14,12 +14,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either, public, show_bytes, show_devices, text_table
+from .._base import count, either, public, show_bytes, show_devices, show_type, text_table
 from .._jax import show_value
 from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
 from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
 from . import lockfile
-from .flow import Method, method_of, trace_flow
+from .flow import Method, call_arguments, method_of, trace_flow
 from .optimizer import optimizer_leaves
 from .rows import HEADER, leaf_rows, show_shape
 from .rules import Logical, Patterns, Rules, Scene, from_annotations
@@ -262,6 +262,7 @@ def layout(
         2 leaves on data=2,model=4: 144 B of 576 B on each of 8 devices (exact)
     """
     sizes = _sizes(mesh)
+    call_arguments(inputs)
     recipe = model if isinstance(model, Recipe) else None
     abstract = abstract_model(model.model if isinstance(model, Recipe) else model, mesh)
     leaves = leaves_of(abstract, sizes)
@@ -328,7 +329,7 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
 def _sizes(mesh: AnyMesh) -> dict[str, int]:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
-            f"the mesh is {show_value(mesh)}, a {type(mesh).__name__}: give sw.mesh('data=2,model=4') "
+            f"the mesh is {show_value(mesh)}, {show_type(mesh)}: give sw.mesh('data=2,model=4') "
             f"or a jax.sharding.Mesh"
         )
     return dict(mesh.shape)

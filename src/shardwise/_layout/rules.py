@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either, public
+from .._base import count, either, public, show_type
 from .._jax import active_axis_rules, show_value
 from .._mesh import Axes, closest_axis, dim_axes, normal_spec, require_spec, show_spec
 from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
@@ -72,7 +72,7 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
         (4, 2)
     """
     if not isinstance(specs, Mapping):
-        raise ValueError(f"by_rank takes {{rank: spec}}, got a {type(specs).__name__}")
+        raise ValueError(f"by_rank takes {{rank: spec}}, got {show_type(specs)}")
     for rank, spec in specs.items():
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
             raise ValueError(
@@ -191,7 +191,7 @@ def from_annotations(model: AbstractModel, logical: Logical | None) -> Rule:
     """
     if logical is not None and not isinstance(logical, Mapping):
         raise ValueError(
-            f"logical is a {type(logical).__name__}: give a dict such as {{'mlp': 'model', 'embed': None}}"
+            f"logical is {show_type(logical)}: give a dict such as {{'mlp': 'model', 'embed': None}}"
         )
     table = {name: _as_axes(name, to) for name, to in (logical or {}).items()}
     active = once(active_axis_rules(), "Flax's active logical axis rules")

@@ -10,7 +10,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._base import either, option, public
+from .._base import either, option, public, show_type
 from .._chips import MOST_DEVICES, Chips, parse_chips
 
 AnyMesh = Mesh | AbstractMesh
@@ -117,7 +117,7 @@ def _parse_axes(axes: str | Mapping[str, int]) -> dict[str, int]:
     elif isinstance(axes, Mapping):
         pairs = list(axes.items())
     else:
-        raise ValueError(f"mesh axes are a {type(axes).__name__}: {form}")
+        raise ValueError(f"mesh axes are {show_type(axes)}: {form}")
     sizes: dict[str, int] = {}
     for name, size in pairs:
         if not isinstance(name, str) or not name.isidentifier():
@@ -247,6 +247,9 @@ def _fit(sizes: dict[str, int], count: int, have: str, devices: Sequence[Any]) -
         # The command line has no way to select some of the other kinds of devices.
         if is_cpu or not either("", "shell"):
             help_text += f"; or {part} for {known} of them"
+    # Processes that have joined a run have their devices already.
+    if count < known <= _MOST_CPU_DEVICES and devices and not jax.distributed.is_initialized():
+        help_text += f"; or {option('on', f'cpu:{known}')} for {known} virtual CPU devices"
     raise ValueError(f"mesh {_show(sizes)} needs {needs} devices, but {have} {count}: {help_text}")
 
 

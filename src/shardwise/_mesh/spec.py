@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from .._base import count, either
+from .._base import count, either, show_type
 from .._jax import show_value
 
 Axes = tuple[str, ...]
@@ -27,6 +27,7 @@ class Fault:
     code: str
     message: str
     help: str
+    name: str = ""  # the logical name that does not resolve
 
 
 def dim_axes(entry: Any) -> Axes:
@@ -95,7 +96,7 @@ def require_spec(value: Any, source: str) -> P:
     """
     if not isinstance(value, P):
         raise ValueError(
-            f"{source} gave {show_value(value)}, which is a {type(value).__name__}: "
+            f"{source} gave {show_value(value)}, which is {show_type(value)}: "
             f"a rule gives a PartitionSpec, or None for no opinion"
         )
     for entry in value:
@@ -150,6 +151,7 @@ def faults(
                         if to is not None
                         else ""
                     ),
+                    axis,
                 )
             )
         else:

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 
+from .._base import show_type
 from .._mesh import AnyMesh
 from .build import trace_build
 from .leaf import Leaf
@@ -68,7 +69,7 @@ def abstract_model(model: Model, mesh: AnyMesh | None = None) -> AbstractModel:
         built = nnx.merge(graphdef, state)
     else:
         raise ValueError(
-            f"the model is {model!r}, a {type(model).__name__}: "
+            f"the model is {model!r}, {show_type(model)}: "
             f"give an nnx.Module, or a function of no arguments that returns one"
         )
     variables = tuple(variables_of(state))

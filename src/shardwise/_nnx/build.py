@@ -11,11 +11,28 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.errors import (
+    ConcretizationTypeError,
+    NonConcreteBooleanIndexError,
+    TracerArrayConversionError,
+    TracerBoolConversionError,
+    TracerIntegerConversionError,
+)
 from jax.sharding import AbstractMesh, AxisType
 
+from .._base import at_line_of, show_type
 from .._jax import quick_tracing
 from .._mesh import AnyMesh, show_mesh
 from .hidden import compute_hidden, fill_hidden, hidden_tracers
+
+# What JAX raises when Python asks a traced array for its value. Subclasses come first.
+_READS = {
+    TracerBoolConversionError: "as a condition",
+    TracerArrayConversionError: "as a NumPy array",
+    TracerIntegerConversionError: "as an index or a size",
+    NonConcreteBooleanIndexError: "as a boolean mask",
+    ConcretizationTypeError: "as a Python number",
+}
 
 
 class Built(NamedTuple):
@@ -53,6 +70,13 @@ def trace_build(make: Callable[[], Any], mesh: AnyMesh | None = None) -> Built:
             "nnx.Rngs: create it inside, so that every call builds the same model"
         ) from error
     except Exception as error:
+        how = _reads_value(error)
+        if how:
+            raise ValueError(
+                f"the model's factory reads the value of an array {how}{at_line_of(error)}: the "
+                f"factory is traced, so its arrays have shapes and dtypes but no values; choose "
+                f"between arrays with jnp.where, and compute numbers and sizes with NumPy"
+            ) from error
         # Every JAX error about a spec without a mesh contains the word; and looking up an axis of
         # an empty mesh is a KeyError. They are ValueErrors, RuntimeErrors and others without a
         # property; trying a mesh for every error instead would call a failing factory three times.
@@ -72,6 +96,16 @@ def trace_build(make: Callable[[], Any], mesh: AnyMesh | None = None) -> Built:
         f"the model's factory names mesh axes for its arrays, and cannot build them on "
         f"{show_mesh(mesh)}: {last}"
     ) from last
+
+
+def _reads_value(error: Exception) -> str:
+    """Returns how Python asked a traced array for its value, or an empty string."""
+    for kind, how in _READS.items():
+        if isinstance(error, kind):
+            return how
+    # A traced size in a shape is a plain TypeError.
+    is_shape = type(error) is TypeError and "Tracer" in str(error) and "concrete" in str(error)
+    return "as a size" if is_shape else ""
 
 
 def _built(make: Callable[[], Any], on: AbstractMesh | None) -> Built:
@@ -136,7 +170,7 @@ def build_model(make: Callable[[], nnx.Module]) -> nnx.Module:
         built = make()
     if not isinstance(built, nnx.Module):
         raise ValueError(
-            f"the model's factory returned a {type(built).__name__}: it must return an nnx.Module"
+            f"the model's factory returned {show_type(built)}: it must return an nnx.Module"
         )
     for _, node in nnx.iter_graph(built):
         if isinstance(node, nnx.Variable) and ambient:

@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from .._base import show_type
 from .._jax import cut_jaxpr, data_attributes, is_literal, jaxpr_as_fun
 
 Swap = Callable[[Any, str], Any]
@@ -40,7 +41,7 @@ def hidden_tracers(model: nnx.Module) -> dict[str, Any]:
         _Walk(note)(value, where)
         if len(found) > before and isinstance(value, tuple | list | dict | set):
             raise ValueError(
-                f"{where} of {type(node).__name__} is a {type(value).__name__} of arrays, "
+                f"{where} of {type(node).__name__} is {show_type(value)} of arrays, "
                 f"which Flax rejects in a static attribute: assign self.{name} = nnx.data(…), or "
                 f"keep them in an nnx.Variable"
             )

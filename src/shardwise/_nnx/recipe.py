@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._base import public
+from .._base import public, show_type
 from .._jax import shorten, show_value
 
 Remat = str | Callable[..., Any]
@@ -74,17 +74,17 @@ class Recipe:
         if isinstance(self.model, nnx.Module) or not callable(self.model):
             raise ValueError(
                 f"a recipe's model must be a function of no arguments that returns an nnx.Module, "
-                f"got a {type(self.model).__name__}"
+                f"got {show_type(self.model)}"
             )
         if not callable(self.loss):
             raise ValueError(
                 f"a recipe's loss must be a function of a model and a batch, "
-                f"got a {type(self.loss).__name__}"
+                f"got {show_type(self.loss)}"
             )
         if not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
             raise ValueError(
                 f"a recipe's optimizer must be an optax transformation, "
-                f"got a {type(self.optimizer).__name__}"
+                f"got {show_type(self.optimizer)}"
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):

@@ -93,11 +93,13 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
 def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Output) -> int:
     """Waits until all children have exited or time is up, and returns the exit code of the run."""
     code, ends, deadline = 0, 0, float("inf")
+    received: set[int] = set()
     running = dict(enumerate(children))
     while running and time.monotonic() < deadline:
         while asked:
             number = signal.Signals(asked.pop(0))
             _signal_all(running.values(), number)
+            received.add(number)
             ends += number in (signal.SIGINT, signal.SIGTERM)
             if ends > 1 and not code:
                 # JAX treats SIGTERM as a preemption notice: it need not end the process.
@@ -111,7 +113,10 @@ def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Ou
             index = min(failed, key=lambda i: failed[i] in _CONSEQUENCES)
             status = failed[index]
             code = 128 - status if status < 0 else status
-            output.say(f"process {index} {_how(status)}{_others(len(running))}")
+            if code - 128 in received:  # it did as it was asked, which is not a failure
+                output.say(f"stopped by {signal.Signals(code - 128).name}")
+            else:
+                output.say(f"process {index} {_how(status)}{_others(len(running))}")
         elif output.closed and not code:
             code = 128 + signal.SIGPIPE
         if code and deadline == float("inf"):

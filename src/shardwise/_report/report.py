@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from importlib import metadata, resources
 
-from .._base import public, write_atomically
+from .._base import public, show_type, write_atomically
 from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import chips_of, show_mesh
@@ -66,7 +66,7 @@ def report_of(shown: Layout | Compiled, against: Layout | Compiled | None = None
         elif isinstance(one, Layout):
             plans.append((_name(one), Plan(one)))
         else:
-            raise ValueError(f"against is a {type(one).__name__}: give a layout or a compilation")
+            raise ValueError(f"against is {show_type(one)}: give a layout or a compilation")
     return report_of_plans(plans)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .._base import public
+from .._base import public, show_type
 from .._check import Finding, Findings, LayoutError, make_finding
 from .._jax import shorten, show_value
 from .._mesh import AnyMesh, closest_axis, faults, require_spec, show_mesh, show_spec
@@ -307,7 +307,7 @@ def _broadcast(specs: Any, tree: Any, word: str, of: str) -> list[P]:
     for leaf in leaves:
         if not _is_spec(leaf):
             raise ValueError(
-                f"{word} contains {show_value(leaf)}, a {type(leaf).__name__}: use PartitionSpecs, "
+                f"{word} contains {show_value(leaf)}, {show_type(leaf)}: use PartitionSpecs, "
                 f"such as P('data')"
             )
     return [require_spec(leaf, word) for leaf in leaves]

@@ -19,4 +19,5 @@ from .scopes import scope_modules as scope_modules
 from .state import NotFinite as NotFinite
 from .state import TrainState as TrainState
 from .state import named_arrays as named_arrays
+from .state import require_not_donated as require_not_donated
 from .state import show_array as show_array

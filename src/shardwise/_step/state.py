@@ -54,6 +54,7 @@ class TrainState:
             >>> sw.train_state(recipe, layout).to_model(make).kernel.shape
             (16, 32)
         """
+        require_not_donated(self)
         if ema and not self.ema:
             raise ValueError("the state has no moving average: give the recipe ema=0.999")
         arrays = {**self.model, **(self.ema if ema else {})}
@@ -66,6 +67,15 @@ class TrainState:
             )
         state = jax.tree.unflatten(jax.tree.structure(abstract.state), [arrays[p] for p in paths])
         return nnx.merge(abstract.graphdef, state)
+
+
+def require_not_donated(state: TrainState) -> None:
+    """Raises a ValueError if a step has reused the buffers of a state."""
+    if getattr(state.step, "is_deleted", bool)():
+        raise ValueError(
+            "this state was donated to a step, which reused its buffers: use the state that the step "
+            "returned, as in state, metrics = step(state, batch)"
+        )
 
 
 @public

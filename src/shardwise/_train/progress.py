@@ -160,14 +160,18 @@ class RunLog:
             self.say(text)
 
     def _status(self, row: Mapping[str, float]) -> str:
+        loss, memory = f"loss {row['loss']:.4g}", _memory(self._blueprint)
+        if not self._recent:
+            # Extrapolating the first step's time would predict a compilation for every step.
+            return f"{loss}  {show_seconds(row['step_seconds'])} with compilation  {memory}"
         # A mean over many steps: single times are noisy, since metrics are read in bursts.
-        mean = sum(self._recent) / len(self._recent) if self._recent else row["step_seconds"]
+        mean = sum(self._recent) / len(self._recent)
         left = int(mean * (self.steps - self._done))
         hours = f"{left // 3600}:{left // 60 % 60:02}" if left >= 3600 else f"{left // 60}"
         # Memory comes last, since a narrow terminal cuts off the end.
         return (
-            f"loss {row['loss']:.4g}  {show_seconds(mean)}  {show_count(self.amount / mean)} "
-            f"{self.unit}/s  ETA {hours}:{left % 60:02}  {_memory(self._blueprint)}"
+            f"{loss}  {show_seconds(mean)}  {show_count(self.amount / mean)} {self.unit}/s  "
+            f"ETA {hours}:{left % 60:02}  {memory}"
         )
 
 

@@ -26,6 +26,7 @@ from .._step import (
     named_arrays,
     require_batch,
     require_integers,
+    require_not_donated,
     row_bounds,
     show_array,
 )
@@ -287,6 +288,7 @@ def require_state(state: Any, blueprint: Blueprint) -> None:
         raise ValueError(
             f"the state has type {type(state).__name__}: create one with sw.train_state"
         )
+    require_not_donated(state)
     wanted, got = (
         {show_array(name): x for name, x in named_arrays(each).items()}
         for each in (blueprint.abstract, state)
@@ -300,7 +302,7 @@ def require_state(state: Any, blueprint: Blueprint) -> None:
                 f"{name} is {have.dtype}{list(have.shape)}, wanted {want.dtype}{list(want.shape)}"
             )
         elif getattr(have, "is_deleted", bool)():
-            wrong.append(f"{name} was donated to an earlier step")
+            wrong.append(f"{name} was donated to an earlier step, which reused its buffer")
         elif not have.sharding.is_equivalent_to(want.sharding, len(want.shape)):
             wrong.append(
                 f"{name} has sharding {have.sharding.spec} on {show_mesh(have.sharding.mesh)}, wanted "

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from .._base import show_type
 from .._layout import Layout, show_shape
 from .._mesh import normal_spec, show_mesh, show_spec
 
@@ -107,7 +108,7 @@ def _mapping_difference(returned: Any, expected: Mapping[Any, Any], what: str) -
 def _sequence_difference(returned: Any, expected: Any, what: str) -> str | None:
     # A spec does not count as a tuple, though it looks like one.
     if not isinstance(returned, tuple | list) or isinstance(returned, P):
-        return f"{what} is {_kind(returned)}, expected a {type(expected).__name__}"
+        return f"{what} is {_kind(returned)}, expected {show_type(expected)}"
     if len(returned) != len(expected):
         items = "1 item" if len(returned) == 1 else f"{len(returned)} items"
         return f"{what} has {items}, expected {len(expected)}"
@@ -139,7 +140,7 @@ def show(value: Any) -> str:
     try:
         text = _show(value)
     except Exception:  # a repr that the user defined
-        text = f"a {type(value).__name__}"
+        text = show_type(value)
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
@@ -175,7 +176,7 @@ def _kind(value: Any) -> str:
         return f"the PartitionSpec {show_spec(value)}"
     text = show(value)
     if len(text) > _LONGEST // 4:
-        return f"a {type(value).__name__}"
+        return show_type(value)
     return f"the {type(value).__name__} {text}"
 
 

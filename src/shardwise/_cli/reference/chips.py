@@ -28,6 +28,7 @@ class Action(StrEnum):
     help="""List the chips that --on knows, with their memory, bandwidth and peak rates.
 
 The figures come from the vendors' datasheets and from the compilers; the last column says which.
+Memory is in GiB, as in all of shardwise; rates are decimal, as in the datasheets.
 
 Example:
 
@@ -56,7 +57,7 @@ def chips(
     format: FormatOption = Format.text,
 ) -> None:
     """Prints the table of chips, or measures the devices that are present."""
-    from ..._base import show_bytes, text_table
+    from ..._base import text_table
 
     if action is Action.measure:
         _measure(save, limit, format)
@@ -67,20 +68,20 @@ def chips(
         tell_json([dataclasses.asdict(chip) for chip in CHIPS.values()])
         return
     header = (
-        "chip", "device kind", "topology", "HBM", "usable/device", "HBM/s", "bf16 flop/s",
-        "link/s", "network/s", "devices/chip", "source",
+        "chip", "device kind", "topology", "HBM (GiB)", "usable/device (GiB)", "HBM (TB/s)",
+        "bf16 (Tflop/s)", "link (GB/s)", "network (GB/s)", "devices/chip", "source",
     )  # fmt: skip
     rows = [
         (
             chip.name,
             chip.kind,
             "hosts x GPUs" if chip.platform == "gpu" else "x".join("ABC"[: chip.dims]),
-            f"{chip.hbm_bytes / 1e9:.0f} GB",
-            show_bytes(chip.capacity_bytes),
-            f"{chip.hbm_bytes_per_second / 1e12:.2f} TB",
-            f"{chip.bf16_flops_per_second / 1e12:.0f} T",
-            f"{chip.link_bytes_per_second / 1e9:.0f} GB",
-            f"{chip.network_bytes_per_second / 1e9:.1f} GB",
+            f"{chip.hbm_bytes / 2**30:.1f}",
+            f"{chip.capacity_bytes / 2**30:.1f}",
+            f"{chip.hbm_bytes_per_second / 1e12:.2f}",
+            f"{chip.bf16_flops_per_second / 1e12:.0f}",
+            f"{chip.link_bytes_per_second / 1e9:.0f}",
+            f"{chip.network_bytes_per_second / 1e9:.1f}",
             str(chip.devices_per_chip),
             chip.source,
         )

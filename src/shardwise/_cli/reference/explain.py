@@ -61,7 +61,7 @@ def find_code(given: str) -> str:
     Raises:
         ValueError: there is no such code.
     """
-    from ..._check import CODES
+    from ..._check import CODES, nearest_codes
 
     names = {name: code for code, (name, _) in CODES.items()}
     word = given.strip().strip("[]")
@@ -69,9 +69,10 @@ def find_code(given: str) -> str:
         return word.upper()
     if word.lower() in names:
         return names[word.lower()]
-    near = difflib.get_close_matches(word.upper(), CODES, n=3, cutoff=0.6)
+    near = nearest_codes(word)
     near += difflib.get_close_matches(word.lower(), names, n=3, cutoff=0.5)
-    hint = f"the nearest are {', '.join(near)}" if near else "shardwise explain lists them all"
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    hint += "shardwise explain lists all codes"
     leaf = "; to explain a leaf, use shardwise plan --explain PATH" if "." in word else ""
     raise ValueError(f"{given!r} is not a code: {hint}{leaf}")
 

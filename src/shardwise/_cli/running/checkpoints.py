@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import tell, tell_json
+from ..._base import show_type, tell, tell_json
 from ..help_text import MODEL
 from ..options import (
     Format,
@@ -106,9 +106,7 @@ def checkpoints(
         raise ValueError("--preflight needs --mesh, the mesh to restore onto")
     recipe, layout = lay_out(preflight, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
     if not isinstance(recipe, Recipe):
-        raise ValueError(
-            f"target {preflight!r} is a {type(recipe).__name__}: a preflight needs a Recipe"
-        )
+        raise ValueError(f"target {preflight!r} is {show_type(recipe)}: a preflight needs a Recipe")
     found = store.preflight(recipe, layout, step=step)
     if format is Format.json:
         rows = [finding.to_dict() for finding in found.findings]

@@ -15,9 +15,8 @@ from ..._check import audit, check
 from ..._checkpoint import Checkpoints
 from ..._layout import Layout, fsdp, layout, tensor
 from ..._mesh import mesh, show_mesh
-from ..._nnx import Recipe
 from ..._step import TrainState
-from ..._train import Data, fit, train_state
+from ..._train import fit, train_state
 
 
 def run_tour(steps: int, directory: Path | None) -> None:
@@ -37,7 +36,7 @@ def run_tour(steps: int, directory: Path | None) -> None:
     from ...examples import text
 
     recipe, samples = text.recipe, text.data()
-    store = Checkpoints(directory or tempfile.mkdtemp(prefix="shardwise-"), every=steps // 2)
+    store = Checkpoints(directory or tempfile.mkdtemp(prefix="shardwise-"), every=steps)
     if store.steps():
         raise ValueError(f"{store.directory} already has checkpoints: give another folder")
 
@@ -64,16 +63,19 @@ def run_tour(steps: int, directory: Path | None) -> None:
         f"{show_bytes(planned)} of {show_bytes(plan.total_bytes + moments.total_bytes)} (exact)"
     )
 
-    heading("Train", f"{steps} steps on {show_mesh(first)}, saving every {steps // 2}")
-    straight = fit(recipe, plan, samples, steps=steps, checkpoints=store, log_every=10)
+    half = steps // 2
+    heading("Train", f"{half} steps on {show_mesh(first)}, then save")
+    fit(recipe, plan, samples, steps=half, checkpoints=store, log_every=10)
 
     second = mesh("data=4,model=2", on="cpu:8")
-    heading("Restore", f"the checkpoint of step {steps // 2} onto {show_mesh(second)}")
+    heading("Restore", f"the checkpoint of step {half} onto {show_mesh(second)}, and continue")
     with working("laying out again"):
         other = layout(recipe.model, second, rules, inputs=recipe.batch)
-        found = store.preflight(recipe, other, step=steps // 2)
+        found = store.preflight(recipe, other, step=half)
     tell(str(found))
-    again = _go_on(recipe, other, samples, store, steps)
+    again = fit(recipe, other, samples, steps=steps, checkpoints=store, log_every=10)
+    with working("training without the interruption"):
+        straight = fit(recipe, plan, samples, steps=steps, show=False)
     apart = max(
         float(np.max(np.abs(np.asarray(straight.model[path]) - np.asarray(again.model[path]))))
         for path in straight.model
@@ -89,16 +91,6 @@ def run_tour(steps: int, directory: Path | None) -> None:
         tell(f"{name:9}{show_mesh(laid_out.mesh):16}{path} {_where(laid_out, live, path)}")
     tell(f"{'on disk':9}{store.directory}: steps {', '.join(map(str, store.steps()))}")
     tell(f"\n{time.perf_counter() - began:.0f} seconds. Next: shardwise train --help")
-
-
-def _go_on(
-    recipe: Recipe, other: Layout, samples: Data, store: Checkpoints, steps: int
-) -> TrainState:
-    """Returns the state after the second half, trained from the checkpoint in the middle."""
-    with tempfile.TemporaryDirectory() as folder:
-        middle = Checkpoints(folder)
-        (Path(folder) / str(steps // 2)).symlink_to(store.directory / str(steps // 2))
-        return fit(recipe, other, samples, steps=steps, checkpoints=middle, log_every=10)
 
 
 def _resident_bytes(state: TrainState) -> int:

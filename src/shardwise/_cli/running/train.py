@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import tell_json
+from ..._base import show_type, tell_json
 from ..help_text import OUTPUT
 from ..options import (
     Format,
@@ -162,7 +162,7 @@ def train(
             recipe, layout = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
             if not isinstance(recipe, Recipe):
                 raise ValueError(
-                    f"target {target!r} is a {type(recipe).__name__}: train needs a Recipe, which "
+                    f"target {target!r} is {show_type(recipe)}: train needs a Recipe, which "
                     f"has a loss, an optimizer and a batch"
                 )
             samples = _find_data(target, data, length, dtype)
@@ -240,6 +240,6 @@ def _find_data(target: str, given: str | None, length: int | None, dtype: str | 
     samples = found if isinstance(found, Data) or not callable(found) else found()
     if not isinstance(samples, Data | Iterable):
         raise ValueError(
-            f"the data {name} is a {type(samples).__name__}: name a sw.data, or an iterable of batches"
+            f"the data {name} is {show_type(samples)}: name a sw.data, or an iterable of batches"
         )
     return samples

@@ -83,15 +83,30 @@ def start_backends() -> str:
     does not find, both by logging and from C++; `shardwise doctor` needs one line. Starting them
     here keeps the tracing of the user's code from starting them.
     """
-    if not os.path.exists("/dev/nvidiactl"):
-        # Compiling for absent GPUs needs neither a driver nor every library of CUDA, but the plugin
-        # refuses to start when cuDNN's own dependencies are installed and the others are not.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     stream = _ThisThread(sys.stderr)
     with compiler_noise() as noise, contextlib.redirect_stderr(stream):  # pyright: ignore[reportArgumentType] - it has all that is used
-        with contextlib.suppress(RuntimeError):  # JAX raises it again when devices are needed
+        # JAX raises the error again when devices are needed.
+        with contextlib.suppress(RuntimeError), _without_cuda_checks():
             jax.devices()
     return stream.text + noise()
+
+
+@contextlib.contextmanager
+def _without_cuda_checks() -> Iterator[None]:
+    """Within the block, the plugin for GPUs starts without every library of CUDA.
+
+    Compiling for absent GPUs needs neither a driver nor all of them, but the plugin refuses to start
+    when cuDNN's own dependencies are installed and the others are not.
+    """
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    if name in os.environ or os.path.exists("/dev/nvidiactl"):
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 class _ThisThread:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType
 
-from ..._base import line_of
+from ..._base import line_of, show_type
 from ..._jax import shorten, show_value
 from ..._mesh import AnyMesh
 from ..._nnx import AbstractModel, Recipe, shape_of
@@ -21,7 +22,20 @@ Method = str | Callable[..., Any] | None
 
 
 def call_arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the positional and keyword arguments that `inputs=` stands for."""
+    """Returns the positional and keyword arguments that `inputs=` stands for.
+
+    Raises:
+        ValueError: an argument is written as the command line has it, `"int32[8,128]"`.
+    """
+    for leaf in jax.tree.leaves(inputs):
+        shape = re.fullmatch(r"(\w+)\[([\d, ]*)\]", leaf) if isinstance(leaf, str) else None
+        if shape is not None or (isinstance(leaf, str) and leaf is inputs):
+            dtype, sizes = shape.groups() if shape is not None else ("int32", "8,128")
+            dims = tuple(int(size) for size in sizes.split(",") if size.strip())
+            raise ValueError(
+                f"inputs has the text {leaf!r}: only the command line takes shapes as text; give "
+                f"jax.ShapeDtypeStruct({dims}, {dtype!r}) or an array"
+            )
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
@@ -41,9 +55,7 @@ def method_of(model: Any, method: Method) -> Callable[..., Any]:
         names = [n for n in dir(type(model)) if not n.startswith("_") and n not in dir(nnx.Module)]
         near = difflib.get_close_matches(str(method), names, n=3) or names[:5]
         hint = f"; it has {', '.join(near)}" if near else ""
-        raise ValueError(
-            f"the model, a {type(model).__name__}, has no method {show_value(method)}{hint}"
-        )
+        raise ValueError(f"the model, {show_type(model)}, has no method {show_value(method)}{hint}")
     return lambda model, *args, **kwargs: getattr(model, method)(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from ..._base import show_bytes
+from ..._base import show_bytes, show_type
 from ..._check import audit
 from ..._layout import Layout, by_rank, fsdp, layout
 from ..._mesh import mesh as make_mesh
@@ -103,7 +103,7 @@ def _placed(function: Callable[..., Any], make: Any, plan: Layout) -> dict[str, 
         model = function(make, plan)
     if not isinstance(model, nnx.Module):
         raise Differs(
-            f"it is a {type(model).__name__}, expected the model: "
+            f"it is {show_type(model)}, expected the model: "
             f"nnx.merge(graphdef, state) builds it from its state"
         )
     live = _arrays(model)

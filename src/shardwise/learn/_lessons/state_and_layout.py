@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from ..._base import show_type
 from ..._layout import by_rank, layout
 from ..._mesh import mesh as make_mesh
 from ..._mesh import normal_spec
@@ -74,8 +75,8 @@ def _by_path(function: Callable[[Any], Any], state: Any) -> dict[str, Any]:
     if structure != jax.tree.structure(state):
         wanted = len(jax.tree.leaves(state))
         raise Differs(
-            f"it does not have the state's structure: it is a {type(tree).__name__} with "
-            f"{len(specs)} leaves, and the state is a {type(state).__name__} with {wanted}"
+            f"it does not have the state's structure: it is {show_type(tree)} with "
+            f"{len(specs)} leaves, and the state is {show_type(state)} with {wanted}"
         )
     paths = [show_path(keys) for keys, _ in keyed_leaves(state)]
     return dict(zip(paths, specs, strict=True))
