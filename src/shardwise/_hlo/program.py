@@ -72,7 +72,7 @@ class Instruction:
         )
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         found += re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
-        if self.opcode == "call":
+        if self.opcode in ("call", "call-start"):
             found += re.findall(r"to_apply=%?([\w.\-]+)", self.rest)
         return tuple(found)
 

@@ -21,6 +21,8 @@ CLOCKS = {"v4": 1.07e9, "v5e": 1.63e9, "v5p": 1.667e9, "v6e": 2.24e9, "tpu7x": 2
 _ATTENTION = 0.5
 _MEMORY_SHARE = 0.85
 _START = 1e-6
+# The compiler writes the largest integer where it has none, as for sparse cores.
+_NO_ESTIMATE = 2**62
 
 
 class TpuPricer:
@@ -50,7 +52,7 @@ class TpuPricer:
                 seconds = _START + access.total / self.bandwidth
                 return Price(seconds, "unknown", access.total, 0, known=False)
             return FREE
-        if cycles is not None:
+        if cycles is not None and int(cycles[1]) < _NO_ESTIMATE:
             flops = self._flops(computation, instruction)
             seconds = int(cycles[1]) / self.clock
             streamed = access.total / self.bandwidth
@@ -60,6 +62,10 @@ class TpuPricer:
             # Moves between memories, which the compiler hides behind other work.
             return FREE
         return Price(access.total / self.bandwidth, "memory", access.total)
+
+    def estimates(self, fusion: Instruction) -> bool:
+        """Returns whether a fusion with a collective in it computes something too."""
+        return '"estimated_cycles":"' in fusion.rest
 
     def _flops(self, computation: str, instruction: Instruction) -> int:
         own = flops_of(self.module, computation, instruction) or 0
