@@ -131,3 +131,33 @@ ENTRY %main (m: s8[1,4,4], q: bf16[2,8,2048,128], k: bf16[2,2,2048,128]) -> bf16
     attention = module.computations["main"][-1]
     # Scores and values, each two flops for each pair of positions, half of them masked.
     assert flops_of(module, "main", attention) == 2 * 2 * 2 * 8 * 2048 * 2048 * 128 // 2
+
+
+@pytest.mark.parametrize(("added", "trips"), [(1, 8), (2, 4), (3, 3)])
+def test_an_unrolled_loop_counts_by_more_than_one(added, trips):
+    module = parse_hlo(
+        HEAD
+        + f"""
+%body (s: (bf16[8388608], u32[])) -> (bf16[8388608], u32[]) {{
+  %s = (bf16[8388608]{{0}}, u32[]) parameter(0)
+  %x = bf16[8388608]{{0}} get-tuple-element(%s), index=0
+  %n = u32[] get-tuple-element(%s), index=1
+  %by = u32[] constant({added})
+  %next = u32[] add(%n, %by)
+  ROOT %out = (bf16[8388608]{{0}}, u32[]) tuple(%x, %next)
+}}
+
+%more (s: (bf16[8388608], u32[])) -> pred[] {{
+  %s = (bf16[8388608]{{0}}, u32[]) parameter(0)
+  %most = u32[] constant(8)
+  %n = u32[] get-tuple-element(%s), index=1
+  ROOT %less = pred[] compare(%n, %most), direction=LT
+}}
+
+ENTRY %main (s: (bf16[8388608], u32[])) -> (bf16[8388608], u32[]) {{
+  %s = (bf16[8388608]{{0}}, u32[]) parameter(0)
+  ROOT %loop = (bf16[8388608]{{0}}, u32[]) while(%s), condition=%more, body=%body
+}}
+"""
+    )
+    assert module.trips("main", module.computations["main"][-1]) == trips

@@ -21,6 +21,8 @@ CLOCKS = {"v4": 1.07e9, "v5e": 1.63e9, "v5p": 1.667e9, "v6e": 2.24e9, "tpu7x": 2
 _ATTENTION = 0.5
 _MEMORY_SHARE = 0.85
 _START = 1e-6
+# These only write: the compiler's estimate, 4 to 8 times what memory takes, is of no real kernel.
+_FILLS = ("broadcast", "iota", "pad")
 # The compiler writes the largest integer where it has none, as for sparse cores.
 _NO_ESTIMATE = 2**62
 
@@ -56,6 +58,8 @@ class TpuPricer:
             flops = self._flops(computation, instruction)
             seconds = int(cycles[1]) / self.clock
             streamed = access.total / self.bandwidth
+            if opcode in _FILLS:
+                seconds = min(seconds, _START + streamed)
             memory = streamed > 0.6 * seconds and flops < 0.3 * seconds * self.peak
             return Price(seconds, "memory" if memory else "cycles", access.total, flops)
         if opcode in ("copy-start", "copy-done", "slice-start") or not access.total:

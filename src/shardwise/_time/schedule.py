@@ -14,6 +14,8 @@ from .price import FREE, Price
 COMPUTE = "compute"
 COPY = "copy"
 SPARSE = "sparse cores"
+# These move data while something else computes, such as an offloaded activation to the host.
+_MOVES = ("fusion-start", "dynamic-slice-start", "dynamic-update-slice-start", "slice-start")
 # Loops are drawn for this many iterations; the others take as long as the last one drawn.
 DRAWN = 2
 
@@ -128,7 +130,7 @@ class Schedule:
                 self._wait(computation, instruction)
             elif opcode == "fusion" and (inner := self._fused(instruction)) is not None:
                 self._fusion(computation, instruction, inner, times)
-            elif opcode == "fusion-start":
+            elif opcode in _MOVES:
                 self._copy(computation, instruction, times)
             elif collective_kind(self.module, computation, instruction):
                 self._collective(computation, instruction, times)
@@ -248,7 +250,7 @@ class Schedule:
         self.now += price.seconds
 
     def _copy(self, computation: str, instruction: Instruction, times: int) -> None:
-        """Runs an asynchronous fusion, which moves slices while something else computes."""
+        """Runs what moves slices while something else computes."""
         price = self._price(computation, instruction)
         if price is not FREE and price.seconds:
             key = (computation, instruction.name)
