@@ -43,6 +43,15 @@ CONFIGS = {
 # What AXLearn saves where a row names nothing: its default for the layers of fuji.
 _AXLEARN = ("q", "k", "v", "context", "out")
 _V6E = ("q", "k", "v", "out")
+# Options of XLA that MaxText states for dense models on v6e (its benchmarks/xla_flags_library.py).
+_MAXTEXT = {
+    "xla_tpu_scoped_vmem_limit_kib": 98304,
+    "xla_tpu_enable_async_collective_fusion": True,
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": True,
+    "xla_tpu_overlap_compute_collective_tc": True,
+    "xla_enable_async_all_gather": True,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +167,7 @@ def recipe_of(run):
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
         accumulate=run.accumulate,
+        compiler_options=_MAXTEXT if row["framework"] == "MaxText" and "v6e" in run.on else None,
     )
 
 
