@@ -115,13 +115,14 @@ ENTRY %main (x: bf16[8388608]) -> bf16[8388608] {{
     assert only.exposed == pytest.approx(only.seconds - sum(s.seconds for s in compute[:3]))
 
 
-def test_the_mask_of_splash_attention_is_not_its_queries():
+@pytest.mark.parametrize(("blocks", "share"), [("4,4", 1 / 2), ("16,4", 1 / 4)])
+def test_the_mask_of_splash_attention_is_not_its_queries(blocks, share):
     name = "jit(step)/splash_mha_fwd_residuals/pallas_call"
     module = parse_hlo(
         HEAD
         + f"""
-ENTRY %main (m: s8[1,4,4], q: bf16[2,8,2048,128], k: bf16[2,2,2048,128]) -> bf16[2,8,2048,128] {{
-  %m = s8[1,4,4]{{2,1,0}} parameter(0)
+ENTRY %main (m: s8[1,{blocks}], q: bf16[2,8,2048,128], k: bf16[2,2,2048,128]) -> bf16[2,8,2048,128] {{
+  %m = s8[1,{blocks}]{{2,1,0}} parameter(0)
   %q = bf16[2,8,2048,128]{{3,2,1,0}} parameter(1)
   %k = bf16[2,2,2048,128]{{3,2,1,0}} parameter(2)
   ROOT %a = bf16[2,8,2048,128]{{3,2,1,0}} custom-call(%m, %m, %q, %k, %k), custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}
@@ -129,8 +130,8 @@ ENTRY %main (m: s8[1,4,4], q: bf16[2,8,2048,128], k: bf16[2,2,2048,128]) -> bf16
 """
     )
     attention = module.computations["main"][-1]
-    # Scores and values, each two flops for each pair of positions, half of them masked.
-    assert flops_of(module, "main", attention) == 2 * 2 * 2 * 8 * 2048 * 2048 * 128 // 2
+    # Scores and values, each two flops for each pair of positions that is not masked.
+    assert flops_of(module, "main", attention) == 2 * 2 * 2 * 8 * 2048 * 2048 * 128 * share
 
 
 @pytest.mark.parametrize(("added", "trips"), [(1, 8), (2, 4), (3, 3)])

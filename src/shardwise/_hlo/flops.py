@@ -160,8 +160,10 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
     attended = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype in _FLOATS]
     if splash and len(attended) >= 2:
         q, k = attended[:2]
-        # Causal: half of the scores are computed.
-        return 2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] // 2
+        # Causal: half of the scores are computed. Of a window's, the blocks that a table lists.
+        blocks = next((s.dims[-2:] for s in shapes if len(s.dims) == 3 and s.dtype == "s8"), (1, 1))
+        share = min(0.5, min(blocks) / max(blocks))
+        return int(2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] * share)
     fmha = _FMHA.match(target)
     if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
         # Two products forward, five backward, halved by a causal mask.
