@@ -43,9 +43,6 @@ CONFIGS = {
 # What AXLearn saves where a row names nothing: its default for the layers of fuji.
 _AXLEARN = ("q", "k", "v", "context", "out")
 _V6E = ("q", "k", "v", "out")
-# MaxText's option for dense models on v6e (its benchmarks/xla_flags_library.py). Its options for
-# fused all-gathers are not among them: today's compiler refuses these on v6e.
-_MAXTEXT = {"xla_tpu_scoped_vmem_limit_kib": 98304}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +158,6 @@ def recipe_of(run):
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
         accumulate=run.accumulate,
-        compiler_options=_MAXTEXT if row["framework"] == "MaxText" and "v6e" in run.on else None,
     )
 
 
