@@ -22,6 +22,7 @@ _SPLASH = re.compile(r"splash_\w*?_(fwd|dq|dkv)")
 # The matrix products in each of its kernels: scores and values in the forward pass; scores,
 # gradients of the probabilities and of one or two operands in the backward pass.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+_FLOATS = ("bf16", "f16", "f32")
 # Kernels without matrix products: sorting, selecting, moving, random numbers, compiler annotations.
 _NO_PRODUCTS = re.compile(
     r"__cub\$|__gpu\$TopK|TopK|topk|PartialReduce|ApproxTopK|AllocateBuffer|Sharding$|"
@@ -155,11 +156,14 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
         stated = json.loads(declared[1]).get("flops")
         return None if stated is None else int(stated)
     splash = _SPLASH.search(instruction.op_name)
-    attended = [shape for shape in shapes if len(shape.dims) >= 3]
+    # Integers describe the blocks of the mask.
+    attended = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype in _FLOATS]
     if splash and len(attended) >= 2:
         q, k = attended[:2]
-        # Causal: half of the scores are computed.
-        return 2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] // 2
+        # Causal: half of the scores are computed. Of a window's, the blocks that a table lists.
+        blocks = next((s.dims[-2:] for s in shapes if len(s.dims) == 3 and s.dtype == "s8"), (1, 1))
+        share = min(0.5, min(blocks) / max(blocks))
+        return int(2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] * share)
     fmha = _FMHA.match(target)
     if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
         # Two products forward, five backward, halved by a causal mask.

@@ -72,7 +72,7 @@ class Instruction:
         )
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         found += re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
-        if self.opcode == "call":
+        if self.opcode in ("call", "call-start"):
             found += re.findall(r"to_apply=%?([\w.\-]+)", self.rest)
         return tuple(found)
 
@@ -177,7 +177,33 @@ class Module:
                     "s32", "u32", "s64", "u64",
                 ):  # fmt: skip
                     bounds.append(int(instruction.arguments))
-        return max(bounds) if bounds and max(bounds) > 0 else None
+        if not bounds or max(bounds) <= 0:
+            return None
+        return -(-max(bounds) // self._stride(condition[1], loop))
+
+    def _stride(self, condition: str, loop: Instruction) -> int:
+        """Returns what an iteration adds to a loop's counter: more than 1 if it is unrolled."""
+        body = re.search(r"body=%?([\w.\-]+)", loop.rest)
+        found = self.computations.get(body[1] if body else "", [])
+        if not found or found[-1].opcode != "tuple":
+            return 1
+        own = self.by_name[body[1] if body else ""]
+        for counter in self.computations.get(condition, ()):
+            place = counter.attribute("index")
+            if counter.opcode != "get-tuple-element" or not place.isdecimal():
+                continue
+            added, at = 0, own.get(found[-1].operands[int(place)])
+            while at is not None and at.opcode == "add":
+                parts = [own[name] for name in at.operands if name in own]
+                steps = [int(i.arguments) for i in parts if i.opcode == "constant"]
+                others = [i for i in parts if i.opcode != "constant"]
+                if len(steps) != 1 or len(others) != 1:
+                    break
+                added, at = added + steps[0], others[0]
+            if at is not None and at.opcode == "get-tuple-element" and added > 0:
+                if at.attribute("index") == place:
+                    return added
+        return 1
 
 
 def parse_hlo(text: str) -> Module:

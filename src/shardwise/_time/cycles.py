@@ -24,6 +24,10 @@ PER_CYCLE = {"v4": 243e3, "v5e": 115e3, "v5p": 236e3, "v6e": 369e3, "tpu7x": 422
 _ATTENTION = 0.5
 _MEMORY_SHARE = 0.85
 _START = 1e-6
+# These only write: the compiler's estimate, 4 to 8 times what memory takes, is of no real kernel.
+_FILLS = ("broadcast", "iota", "pad")
+# The compiler writes the largest integer where it has none, as for sparse cores.
+_NO_ESTIMATE = 2**62
 
 
 class TpuPricer:
@@ -53,10 +57,12 @@ class TpuPricer:
                 seconds = _START + access.total / self.bandwidth
                 return Price(seconds, "unknown", access.total, 0, known=False)
             return FREE
-        if cycles is not None:
+        if cycles is not None and int(cycles[1]) < _NO_ESTIMATE:
             flops = self._flops(computation, instruction)
             seconds = int(cycles[1]) / self.clock
             streamed = access.total / self.bandwidth
+            if opcode in _FILLS:
+                seconds = min(seconds, _START + streamed)
             memory = streamed > 0.6 * seconds and flops < 0.3 * seconds * self.peak
             return Price(seconds, "memory" if memory else "cycles", access.total, flops)
         if opcode in ("copy-start", "copy-done", "slice-start") or not access.total:
@@ -90,6 +96,10 @@ class TpuPricer:
         streamed = moved / self.bandwidth
         kind = "memory" if streamed > seconds else "cycles"
         return Price(_START + max(seconds, streamed), kind, moved, flops)
+
+    def estimates(self, fusion: Instruction) -> bool:
+        """Returns whether a fusion with a collective in it computes something too."""
+        return '"estimated_cycles":"' in fusion.rest
 
     def _flops(self, computation: str, instruction: Instruction) -> int:
         own = flops_of(self.module, computation, instruction) or 0

@@ -32,6 +32,10 @@ class GpuPricer:
         """Takes the program and the speeds."""
         self.module, self.rates = module, rates
 
+    def estimates(self, fusion: Instruction) -> bool:
+        """Returns whether a fusion with a collective in it computes something too."""
+        return True
+
     def price(self, computation: str, instruction: Instruction) -> Price:
         """Returns what one run of an instruction costs, without what it calls in loops."""
         opcode = instruction.opcode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from .._hlo import Instruction, Module, collective_kind, collective_parts
@@ -13,6 +13,9 @@ from .price import FREE, Price
 
 COMPUTE = "compute"
 COPY = "copy"
+SPARSE = "sparse cores"
+# These move data while something else computes, such as an offloaded activation to the host.
+_MOVES = ("fusion-start", "dynamic-slice-start", "dynamic-update-slice-start", "slice-start")
 # Loops are drawn for this many iterations; the others take as long as the last one drawn.
 DRAWN = 2
 
@@ -22,6 +25,10 @@ class Pricer(Protocol):
 
     def price(self, computation: str, instruction: Instruction) -> Price:
         """Returns what one run of an instruction costs."""
+        ...
+
+    def estimates(self, fusion: Instruction) -> bool:
+        """Returns whether a fusion with a collective in it computes something too."""
         ...
 
 
@@ -94,8 +101,11 @@ class Schedule:
         self.now = 0.0
         self.free: dict[str, float] = {}
         self.flights: dict[tuple[str, str], _Flight] = {}
+        self.pending: dict[tuple[str, str], Instruction] = {}
         self.prices: dict[tuple[str, str], Price] = {}
         self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...]]] = {}
+        self.fused: dict[str, Instruction | None] = {}
+        self.chains: dict[str, dict[str, str]] = {}
         self.devices = 1
         for size in self.mesh.values():
             self.devices *= size
@@ -107,32 +117,97 @@ class Schedule:
             opcode = instruction.opcode
             if opcode == "while":
                 self._loop(computation, instruction, times)
-            elif opcode in ("call", "async-start", "call-start") and instruction.called:
-                self._called(computation, instruction, times)
+            elif opcode == "call" and instruction.called:
+                self._run(instruction.called[0], times)
+            elif opcode in ("async-start", "call-start") and instruction.called:
+                self._async(computation, instruction, times)
+            elif opcode in ("async-update", "call-update"):
+                self._update(computation, instruction, times)
             elif opcode == "conditional":
                 # Which branch runs is not known: the first one, as for a flag that is set.
                 self._run(instruction.called[0], times)
             elif opcode.endswith("-done"):
                 self._wait(computation, instruction)
-            elif opcode == "fusion-start":
+            elif opcode == "fusion" and (inner := self._fused(instruction)) is not None:
+                self._fusion(computation, instruction, inner, times)
+            elif opcode in _MOVES:
                 self._copy(computation, instruction, times)
             elif collective_kind(self.module, computation, instruction):
                 self._collective(computation, instruction, times)
             else:
                 self._compute(computation, instruction, times)
 
-    def _called(self, computation: str, instruction: Instruction, times: int) -> None:
-        inner = instruction.called[0]
-        found = self.module.computations.get(inner, ())
-        if instruction.opcode == "call" or len(found) > 4:
+    def _async(self, computation: str, start: Instruction, times: int) -> None:
+        if start.opcode == "call-start" and not start.operands:
+            # A TPU gives such a call its operands later, in an update: there its work begins.
+            self.pending[computation, start.name] = start
+        else:
+            self._offload(start, times, (computation, start.name))
+
+    def _update(self, computation: str, update: Instruction, times: int) -> None:
+        begun, key = (computation, update.operands[0]), (computation, update.name)
+        if begun in self.pending:
+            self._offload(self.pending.pop(begun), times, key)
+        elif begun in self.flights:
+            self.flights[key] = self.flights.pop(begun)
+
+    def _offload(self, start: Instruction, times: int, key: tuple[str, str]) -> None:
+        """Runs an asynchronous computation: one collective, or work beside the compute stream."""
+        inner = start.called[0]
+        work = list(self._inside(inner))
+        for place, i in work:
+            if collective_kind(self.module, place, i):
+                self._launch(place, i, times, key)
+                return
+        if 'async_execution_thread="sparsecore"' not in start.rest:
             self._run(inner, times)
             return
-        # An asynchronous computation around one collective.
-        for i in found:
-            if collective_kind(self.module, inner, i):
-                self._launch(inner, i, times, (computation, instruction.name))
-                return
-        self._run(inner, times)
+        prices = [(self._price(place, i), place, i) for place, i in work]
+        price, place, i = max(prices, key=lambda p: p[0].seconds, default=(FREE, "", start))
+        if price is not FREE and price.seconds:
+            self._fly(SPARSE, price, place, i, times, key)
+
+    def _inside(self, computation: str) -> Iterator[tuple[str, Instruction]]:
+        """Yields the instructions of an asynchronous computation and of those that it wraps."""
+        for instruction in self.module.computations.get(computation, ()):
+            if instruction.opcode in ("call", "call-start", "async-start"):
+                for inner in instruction.called:
+                    yield from self._inside(inner)
+            else:
+                yield computation, instruction
+
+    def _fused(self, fusion: Instruction) -> Instruction | None:
+        """Returns the collective in a fusion: a TPU's reduce-scatter, or a part of a chain."""
+        called = fusion.called[0] if fusion.called else ""
+        if called not in self.fused:
+            found = self.module.computations.get(called, ())
+            self.fused[called] = next(
+                (i for i in found if collective_kind(self.module, called, i)), None
+            )
+        return self.fused[called]
+
+    def _fusion(
+        self, computation: str, fusion: Instruction, collective: Instruction, times: int
+    ) -> None:
+        """Runs a fusion with a collective in it, beside what else it computes."""
+        chain = _chain(collective)
+        key = (computation, chain or fusion.name)
+        if key not in self.flights:
+            self._launch(fusion.called[0], collective, times, key)
+        if self.pricer.estimates(fusion):
+            self._compute(computation, fusion, times)
+        # The parts of a chain hold one collective, which lands in the last of them.
+        if not chain or self._last(computation, chain) == fusion.name:
+            self._land(key)
+
+    def _last(self, computation: str, chain: str) -> str:
+        if computation not in self.chains:
+            self.chains[computation] = {
+                _chain(inner): i.name
+                for i in self.module.computations[computation]
+                if i.opcode == "fusion" and (inner := self._fused(i)) is not None
+            }
+        return self.chains[computation][chain]
 
     def _loop(self, computation: str, loop: Instruction, times: int) -> None:
         body = re.search(r"body=%?([\w.\-]+)", loop.rest)
@@ -175,7 +250,7 @@ class Schedule:
         self.now += price.seconds
 
     def _copy(self, computation: str, instruction: Instruction, times: int) -> None:
-        """Runs an asynchronous fusion, which moves slices while something else computes."""
+        """Runs what moves slices while something else computes."""
         price = self._price(computation, instruction)
         if price is not FREE and price.seconds:
             key = (computation, instruction.name)
@@ -244,3 +319,10 @@ class Schedule:
             known = self.slices[flight.place]
             self.slices[flight.place] = dataclasses.replace(known, exposed=waited)
             self.now = flight.end
+
+
+def _chain(collective: Instruction) -> str:
+    """Returns what the parts of a collective that a TPU splits over several fusions share."""
+    chain = re.search(r'chain_id="?(\w+)', collective.rest)
+    channel = re.search(r"channel_id=(\d+)", collective.rest)
+    return f"{chain[1]}/{channel[1] if channel else ''}" if chain else ""
