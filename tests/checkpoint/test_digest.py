@@ -22,7 +22,10 @@ MESHES = {"data=1": 1, "data=8": 8, "data=2,model=4": 8, "a=2,b=2,c=2": 8, "data
 
 def put(array, axes="data=1", spec=None):
     spec = P() if spec is None else spec
-    return jax.device_put(array, NamedSharding(sw.mesh(axes, on=f"cpu:{MESHES[axes]}"), spec))
+    # From the host: to cut an array that is on a device, JAX compiles a program for each shape.
+    return jax.device_put(
+        np.asarray(array), NamedSharding(sw.mesh(axes, on=f"cpu:{MESHES[axes]}"), spec)
+    )
 
 
 def values(arrays):
