@@ -76,8 +76,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These take longest: they are begun first, so that no process has a long test left at the end.
-LONGEST = ("processes", "usual_flags", "ending", "launch", "readme", "faults", "cli_run", "train")
-LONGEST = (*LONGEST, "fit", "properties", "learn")
+LONGEST = (
+    "processes",
+    "usual_flags",
+    "ending",
+    "faults",
+    "launch",
+    "cli_run",
+    "readme",
+    "terminal",
+)
+LONGEST = (
+    *LONGEST,
+    "absent",
+    "learn",
+    "train",
+    "models",
+    "fit",
+    "report",
+    "examples",
+    "properties",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

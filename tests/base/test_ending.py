@@ -8,14 +8,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import forked
 import pytest
 
 PLAN = ("plan", "shardwise.examples.decoder:make", "--mesh", "data=2,model=4", "--strategy")
 PLAN = (*PLAN, "fsdp+tensor", "--inputs", "int32[8,128]")
 
 
-def begin(*arguments, **options):
-    return subprocess.Popen(
+def begin(*arguments, process=subprocess.Popen, **options):
+    return process(
         [sys.executable, "-m", "shardwise", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -84,7 +85,9 @@ def test_a_signal_at_any_moment_ends_with_its_status():
 )
 def test_a_target_that_hangs_is_ended(tmp_path, where):
     (tmp_path / "hangs.py").write_text(f"print('begun', flush=True)\n{where}\n")
-    process = begin("plan", "hangs.py:make", "--mesh", "data=1", cwd=tmp_path)
+    process = begin(
+        *("plan", "hangs.py:make", "--mesh", "data=1"), cwd=tmp_path, process=forked.Forked
+    )
     assert process.stderr.readline() == "begun\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -126,13 +129,8 @@ def test_closed_streams(tmp_path, closed):
 def test_a_result_is_saved_even_if_nobody_reads_the_output(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    process = subprocess.run(
-        [sys.executable, "-m", "shardwise", *PLAN, "--save", "layout.json"],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-m", "shardwise", *PLAN, "--save", "layout.json"]
+    process = forked.run(command, stdout=writer, cwd=tmp_path)
     os.close(writer)
     assert (process.returncode, process.stderr) == (141, "saved layout.json\n")
     assert (tmp_path / "layout.json").stat().st_size > 0
@@ -141,11 +139,6 @@ def test_a_result_is_saved_even_if_nobody_reads_the_output(tmp_path):
 @pytest.mark.parametrize("arguments", [PLAN, ("--help",)], ids=["plan", "help"])
 def test_a_full_stdout_is_reported_in_one_sentence(arguments):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "shardwise", *arguments],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        done = forked.run([sys.executable, "-m", "shardwise", *arguments], stdout=full)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.endswith("No space left on device\n")

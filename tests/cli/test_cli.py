@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import forked
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -88,9 +89,9 @@ recipe = sw.Recipe(
 }
 
 
-def start(*arguments, command=(sys.executable, "-m", "shardwise")):
+def start(*arguments):
     """Runs a command in a process of its own."""
-    return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=300)
+    return forked.run([sys.executable, "-m", "shardwise", *arguments], timeout=300)
 
 
 def lay(make, rules=None, **options):
@@ -409,7 +410,9 @@ def test_the_installed_command_plans_the_example():
     command = os.path.join(os.path.dirname(sys.executable), "shardwise")
     target = ("shardwise.examples.decoder:make", *MESH, "--strategy", "fsdp+tensor")
     shapes = ("--inputs", "int32[8,128]", "--format", "json")
-    done = start("plan", *target, *shapes, command=[command])
+    done = subprocess.run(
+        [command, "plan", *target, *shapes], capture_output=True, text=True, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
     inputs = jax.ShapeDtypeStruct((8, 128), "int32")
     layout = lay(decoder.make, "fsdp+tensor", inputs=inputs)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import forked
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -204,7 +205,7 @@ def test_bad_meshes(case):
 
 
 def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return forked.run([sys.executable, "-c", code], timeout=120)
 
 
 def test_virtual_devices_start_on_demand():
@@ -218,8 +219,8 @@ def test_a_backend_that_started_with_one_device():
 
 
 def test_importing_starts_nothing_and_touches_no_environment():
-    done = run(
-        """
+    # Started by Python: a fork has imported everything.
+    code = """
 import os, jax, optax, rich.console, rich.table, flax.nnx, flax.core.spmd
 touched = []
 class Watched(dict):
@@ -237,5 +238,6 @@ assert not touched, touched
 assert dict(os.environ) == before
 print('clean')
 """
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "clean", done.stderr

@@ -35,7 +35,7 @@ def stacked(make=Block, layers=LAYERS):
 
 
 GRAPHDEF, STATE = nnx.split(stacked())
-X = jax.random.normal(jax.random.key(1), (ROWS, 3, WIDTH))
+X = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 3, WIDTH)).astype("float32"))
 
 
 def unsplit(state, x, *extras):

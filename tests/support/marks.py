@@ -15,7 +15,8 @@ ONCE = {
         "test_a_checkpoint_of_format_1",
         "test_a_flipped_bit_is_reported_with_the_name_of_the_array",
     ),
-    "cli/test_cli_run.py": ("test_demo_shows_a_whole_run",),
+    # `.ci/run` runs `shardwise demo` on the other Python too.
+    "cli/test_cli_run.py": ("test_train_saves_and_resumes_and_checkpoints_lists",),
     "cli/test_names.py": ("test_a_failed_import_names_the_file_that_was_passed_over",),
     "cli/test_compile_cli.py": (
         "test_what_fits_has_status_0_as_text_as_json_and_saved",
@@ -28,7 +29,14 @@ ONCE = {
         "test_programs_partitioned_by_python_functions",
     ),
     "compile/test_compile_cache.py": ("test_a_damaged_entry_is_not_read_and_is_replaced",),
-    "learn/test_exercises.py": ("test_a_correct_solution_passes", "test_a_lesson_passes"),
+    "compile/test_noise.py": ("test_what_the_loss_prints_while_it_is_traced_reaches_the_user",),
+    "learn/test_exercises.py": (
+        "test_a_correct_solution_passes[init_sharded]",
+        "test_a_correct_solution_passes[ring_sum]",
+        "test_a_correct_solution_passes[step_bytes]",
+        "test_a_correct_solution_passes[tensor_mlp]",
+        "test_a_lesson_passes",
+    ),
     "learn/test_learn.py": ("test_blocks_print_what_they_show[training]",),
     # Both run the tests that it repeats, with the flags of all tests.
     "package/test_usual_flags.py": ("test_no_page_claims_more",),
@@ -45,6 +53,112 @@ ONCE = {
     "report/test_report.py": ("test_the_command",),
 }
 
+# Tests that repeat one piece of code for many cases (of shapes, dtypes, meshes, optimizers, signals or
+# drawn inputs), in files that are not `once`: what runs on every Python shows that its version does
+# the same, and the other cases are about our arithmetic. Each test with its cases that every Python
+# runs; without any, another test of the file runs the same code on every Python.
+SWEEPS = {
+    "check/test_codes.py": {
+        "test_page_runs": ("SW101", "SW104", "SW107", "SW202", "SW302", "SW403", "SW501"),
+    },
+    "checkpoint/test_checkpoints.py": {
+        "test_a_save_that_is_refused_leaves_no_thread_writing": (),
+        "test_from_layout_to_layout_and_back": (),
+        "test_restores_bitwise_onto_any_layout": ("the same", "fsdp and tensor", "explicit"),
+    },
+    "checkpoint/test_digest.py": {
+        "test_any_few_changed_words_change_it": (),
+        "test_crafted_changes_all_have_another_digest": ("small",),
+        "test_every_dtype_and_every_bit_of_it": ("float32", "bfloat16", "int4"),
+        "test_many_arrays_are_few_programs": (),
+        "test_no_mesh_and_no_spec_changes_it": (),
+        "test_shape_and_dtype_belong_to_the_digest": ("small",),
+    },
+    "cli/test_cli.py": {"test_exit_status_and_streams": ("findings",)},
+    "cli/test_wrong_lines.py": {"test_each_ends_in_one_sentence": ("0",)},
+    "layout/test_optimizer.py": {
+        "test_factored_parts_keep_the_dims_that_the_update_keeps": (),
+        "test_sharded_update_equals_the_unsharded": ("decoder-adafactor", "scanned-multi-steps"),
+        "test_state_is_sharded_like_its_parameters": (
+            *(
+                "decoder-adafactor",
+                "decoder-muon",
+                "scanned-adamw-mask",
+                "scanned-inject-adafactor",
+            ),
+            *("scanned-multi-transform", "scanned-schedule-free"),
+        ),
+    },
+    "layout/test_properties.py": {
+        "test_bytes_per_device_are_the_sum_over_live_arrays": (),
+        "test_every_spec_that_a_fault_suggests_is_accepted": (),
+        "test_help_of_an_indivisible_dim_is_accepted_by_jax": (),
+        "test_lockfile_keeps_every_path": (),
+        "test_lockfile_round_trip": (),
+        "test_patterns_match_as_a_simple_matcher_does": (),
+        "test_shards_match_live_arrays": (),
+        "test_suggested_axes_for_names_suit_every_leaf": (),
+    },
+    "layout/test_strategies.py": {
+        "test_fsdp_leaves_only_a_small_share_of_the_model_and_of_each_device_unsplit": (
+            *("8-256-data=8", "24-64-data=8,model=4"),
+        ),
+    },
+    "layout/test_tensor.py": {
+        "test_channels_are_split_through_operations_that_keep_them_separate": (
+            *("depthwise", "average-pool", "batch-norm", "group-norm"),
+        ),
+    },
+    "models/test_experts.py": {
+        "test_a_step_on_a_mesh_equals_that_of_one_device": ("scanned-expert+tensor",),
+    },
+    "models/test_models.py": {
+        "test_no_device_holds_activations_of_the_whole_batch": (),
+        "test_splash_attention_is_attention": ("grouped",),
+    },
+    "package/test_examples.py": {
+        "test_it_equals_the_unsplit_computation": (
+            *("data_parallel-real", "tensor_parallel-simulated", "pipeline_parallel-real"),
+            "ring_attention-simulated",
+        ),
+        "test_the_budget_of_a_user_s_own_test": (),
+    },
+    "parallel/test_attention.py": {
+        "test_any_shape": (),
+        "test_global_arrays_on_a_mesh": ("causal-simulated", "grouped-real"),
+        "test_in_a_body_with_data_and_tensor_axes": (
+            *("heads split-simulated", "key heads replicated-real"),
+        ),
+    },
+    "parallel/test_pipeline.py": {
+        "test_a_global_stack_on_a_mesh": ("simulated-circular", "real-gpipe"),
+        "test_in_a_body_with_a_data_axis": ("gpipe-simulated", "circular-real"),
+        "test_the_timetable_is_what_runs": ("gpipe-None-11",),
+    },
+    "place/test_place.py": {
+        "test_init_gives_the_same_values_in_shards": (
+            *("mlp-data=2,model=4", "mixed-data=8", "tied-data=2,model=4", "sequential-model=8"),
+            *("lora-data=8", "containers-data=2,model=4", "stacked-data=2,model=4"),
+        ),
+    },
+    "simulate/test_simulate_collectives.py": {"test_any_program": ()},
+    "step/test_recipe.py": {
+        "test_optimizers": ("adamw", "adafactor", "multi-transform", "schedule-free"),
+    },
+    "train/test_fit.py": {
+        "test_a_second_interrupt_ends_at_once": (),
+        "test_a_signal_stops_after_a_complete_step_and_saves_it": ("15-143",),
+        "test_sigterm_stops_a_run_whose_log_disk_is_full": (),
+        "test_the_bar_of_a_terminal": (),
+    },
+    "train/test_train.py": {
+        "test_loss_curves_are_those_of_one_device": (
+            *("mlp-one", "mlp-dp", "mlp-fsdp+tensor", "conv-fsdp", "dropout-fsdp+tensor"),
+            *("scanned-fsdp+tensor", "staged-pipeline+fsdp", "split-sequence"),
+        ),
+    },
+}
+
 # The files that say most about their room for a second or two of work.
 FAST = (
     "base/test_files.py",
@@ -52,6 +166,7 @@ FAST = (
     "check/test_match.py",
     "chips/test_chips.py",
     "cli/test_cli.py",
+    "compile/test_scopes.py",
     "hlo/test_hlo.py",
     "jax/test_quick.py",
     "jax/test_values.py",
@@ -73,7 +188,11 @@ NOT_FAST = {"checkpoint", "learn", "models", "parallel", "place", "processes", "
 def marks_of(path, name):
     """Returns the marks of a test, of a file below `tests/` and with its parameters in its name."""
     found = []
-    if path in ONCE and not {name, name.partition("[")[0]} & {*ONCE[path]}:
+    test, _, case = name.partition("[")
+    seen_everywhere = SWEEPS.get(path, {}).get(test)
+    if path in ONCE and not {name, test} & {*ONCE[path]}:
+        found.append("once")
+    elif seen_everywhere is not None and case.removesuffix("]") not in seen_everywhere:
         found.append("once")
     if path in FAST:
         found.append("fast")

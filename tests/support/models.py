@@ -248,7 +248,7 @@ class Resharded(nnx.Module):
 class Dropouts(nnx.Module):
     """Layers alike with dropout between them: random keys and counts among the leaves."""
 
-    def __init__(self, rngs, width=16, layers=8):
+    def __init__(self, rngs, width=16, layers=2):
         self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(layers)])
         self.drops = nnx.List([nnx.Dropout(0.1, rngs=rngs) for _ in range(layers)])
 
@@ -358,9 +358,9 @@ ZOO = {
     "mlp": (lambda: Mlp(16, 32, nnx.Rngs(0)), squares, _ROWS),
     "gated": (lambda: GatedMlp(16, 32, nnx.Rngs(0)), squares, _ROWS),
     "grouped": (lambda: GroupedAttention(16, 4, 2, 8, nnx.Rngs(0)), squares, _SEQUENCES),
-    "tied": (lambda: Transformer(nnx.Rngs(0)), cross_entropy, _TOKENS),
-    "untied": (lambda: Transformer(nnx.Rngs(0), tied=False), cross_entropy, _TOKENS),
-    "scanned": (lambda: Scanned(nnx.Rngs(0)), cross_entropy, _TOKENS),
+    "tied": (lambda: Transformer(nnx.Rngs(0), layers=1), cross_entropy, _TOKENS),
+    "untied": (lambda: Transformer(nnx.Rngs(0), layers=1, tied=False), cross_entropy, _TOKENS),
+    "scanned": (lambda: Scanned(nnx.Rngs(0), layers=2), cross_entropy, _TOKENS),
     "convolutions": (lambda: ConvNet(nnx.Rngs(0)), squares, _IMAGES),
     "einsums": (lambda: Einsums(nnx.Rngs(0)), squares, _SEQUENCES),
     "dropout": (lambda: Dropouts(nnx.Rngs(0)), squares, _ROWS),

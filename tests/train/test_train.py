@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 
-STEPS, ROWS, WIDTH, LENGTH, VOCAB, CLASSES = 50, 16, 16, 8, 32, 8
-# Float32 on eight devices sums in a different order than on one; relative, over 50 steps.
+STEPS, ROWS, WIDTH, LENGTH, VOCAB, CLASSES = 25, 16, 16, 8, 32, 8
+# Float32 on eight devices sums in a different order than on one; relative, over 25 steps.
 TOLERANCE = 2e-5
 
 
@@ -136,7 +136,7 @@ TOKENS = (draw(ROWS, 1, classes=VOCAB) + np.arange(LENGTH, dtype="int32")) % VOC
 VECTORS = {"x": draw(ROWS, WIDTH), "y": draw(ROWS, WIDTH, seed=1)}
 IMAGES = {"x": draw(ROWS, 6, 6, 8), "y": draw(ROWS, classes=CLASSES)}
 
-# Each: the model, its loss, 50 batches.
+# Each: the model, its loss, a batch for each step.
 MODELS = {
     "mlp": (lambda: models.Mlp(WIDTH, 32, nnx.Rngs(0)), squares, VECTORS),
     "conv": (lambda: ConvNet(nnx.Rngs(0)), classes, IMAGES),
@@ -212,7 +212,7 @@ def flat(state):
 
 @functools.cache
 def trained(name, where):
-    """Returns the losses of 50 steps, and the last state, its layout and its step."""
+    """Returns the losses of all steps, and the last state, its layout and its step."""
     axes, rules, spec = MESHES[where]
     given = recipe(name, spec)
     layout = sw.layout(given.model, mesh(axes), rules)
@@ -220,7 +220,7 @@ def trained(name, where):
     losses = []
     for i in range(STEPS):
         state, metrics = step(state, one_batch(MODELS[name][2], i))
-        # Read each loss at once: 50 steps queued on two cores starve each other's collectives, and
+        # Read each loss at once: steps queued on two cores starve each other's collectives, and
         # XLA aborts a process whose devices wait for each other for 40 seconds.
         losses.append(float(metrics["loss"]))
     return losses, state, layout, step
