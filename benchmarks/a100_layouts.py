@@ -195,7 +195,8 @@ def table(found, launch):
         row["null"] = row["mfu"] / usual - 1
     print(
         "| devices | rows | mean error | signed | without the launches | the null's |\n"
-        + "| --- " * 6 + "|"
+        + "| --- " * 6
+        + "|"
     )
     for devices, some in [*sorted(by.items()), ("all", rows)]:
         mean = {
@@ -209,10 +210,13 @@ def table(found, launch):
         )
     names = ("devices", "global_batch", "micro_batch", "width", "layers", "tensor", "data",
              "pipeline", "measured_ms")  # fmt: skip
-    print("\n| " + " | ".join(names) + " | error | the null's |\n" + "| --- " * (len(names) + 2) + "|")
+    print(
+        "\n| " + " | ".join(names) + " | error | the null's |\n" + "| --- " * (len(names) + 2) + "|"
+    )
     for row in sorted(rows, key=lambda row: -abs(row["launched"]))[:20]:
         print(
-            "| " + " | ".join(f"{row[name]:g}" for name in names)
+            "| "
+            + " | ".join(f"{row[name]:g}" for name in names)
             + f" | {row['launched']:+.0%} | {row['null']:+.0%} |"
         )
     missing = len(ROWS) - len(rows)

@@ -346,6 +346,7 @@ def compile_target(
         layout: its layout.
         inputs: the arguments of a model's call.
         method: the method to call with them.
+        calibration: the file of measured rates.
         note: whether to say on stderr that `check` would find something, which a compilation does
             not show.
 
