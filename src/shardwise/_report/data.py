@@ -10,6 +10,7 @@ from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import padded, show_spec
 from .._nnx import Leaf
+from .timeline import timeline_data
 
 
 def plan_data(name: str, plan: Plan) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
         "findings": [_finding_row(group) for group in group_similar(found)],
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),
+        "time": _time(plan.compiled),
     }
 
 
@@ -90,6 +92,19 @@ def _opinion(opinion: Any) -> str:
     spec = show_spec(opinion.spec) if opinion.spec is not None else "no opinion"
     source = f"{opinion.source}: " if opinion.source else ""
     return f"{source}{spec}{' - ' if opinion.reason else ''}{opinion.reason}"
+
+
+def _time(compiled: Compiled | None) -> dict[str, Any] | None:
+    """Returns how long a step takes and when each instruction runs; None if nobody knows."""
+    if compiled is None or compiled.time is None:
+        return None
+    # A compilation that was read from a file has no program.
+    has_timeline = compiled.machine is not None and bool(compiled.hlo)
+    return {
+        **compiled.time.to_dict(),
+        "verdict": compiled.time.verdict,
+        "timeline": timeline_data(compiled.timeline()) if has_timeline else None,
+    }
 
 
 def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:

@@ -22,6 +22,7 @@ function readSide(raw, number) {
   });
   side.groups = groupsOf(side);
   side.tree = buildTree(side.leaves);
+  side.timeline = raw.time && raw.time.timeline ? readTimeline(raw.time.timeline) : null;
   return side;
 }
 
@@ -73,6 +74,14 @@ const showFlops = (count) => {
   const digits = Math.abs(count) >= 99.95 ? 0 : Math.abs(count) >= 9.995 ? 1 : 2;
   return `${Number(count.toFixed(digits))} ${units[at]}FLOP`;
 };
+
+// In a unit that needs few digits.
+function showSeconds(seconds, digits = 3) {
+  if (seconds >= 100) return `${seconds.toFixed(0)} s`;
+  if (seconds >= 1) return `${seconds.toFixed(Math.max(2, digits - 1))} s`;
+  const [count, unit] = seconds >= 1e-3 ? [seconds * 1e3, "ms"] : [seconds * 1e6, "µs"];
+  return `${Number(count.toPrecision(Math.max(1, Math.min(digits, 12))))} ${unit}`;
+}
 
 const showShare = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0)}%` : "");
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;

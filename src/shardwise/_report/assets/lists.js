@@ -28,6 +28,26 @@ function table(header, rows, given = {}) {
     make("table", {}, make("thead", {}, make("tr", {}, header.map((value, i) => cell("th", value, i)))), make("tbody", {}, body)));
 }
 
+// Tabs that the arrow keys go through; `views` are pairs of a name and what shows it.
+function tabList(id, label, views) {
+  const tabs = views.map(([name]) => make("button", {
+    type: "button", role: "tab", id: `${id}-${name.replace(" ", "-")}`, onclick: () => choose(name),
+    onkeydown: (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = tabs[(tabs.indexOf(event.currentTarget) + step + tabs.length) % tabs.length];
+      next.click();
+      next.focus();
+    },
+  }, name));
+  const choose = (name) => {
+    tabs.forEach((tab) => { tab.setAttribute("aria-selected", tab.textContent === name); tab.tabIndex = tab.textContent === name ? 0 : -1; });
+    views.find(([one]) => one === name)[1]();
+  };
+  if (views.length) choose(views[0][0]);
+  return make("div", { role: "tablist", class: "tabs", "aria-label": label }, tabs);
+}
+
 // A list of rows of equal height: ten thousand of them cost no more than those in view.
 class RowList {
   // `draw(row, index)` returns the element of a row.
