@@ -10,6 +10,7 @@ from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import padded, show_spec
 from .._nnx import Leaf
+from .._time import StepTime
 from .timeline import timeline_data
 
 
@@ -102,9 +103,24 @@ def _time(compiled: Compiled | None) -> dict[str, Any] | None:
     has_timeline = compiled.machine is not None and bool(compiled.hlo)
     return {
         **compiled.time.to_dict(),
+        "modules": _modules(compiled.time),
         "verdict": compiled.time.verdict,
         "timeline": timeline_data(compiled.timeline()) if has_timeline else None,
     }
+
+
+def _modules(time: StepTime) -> list[dict[str, Any]]:
+    """Returns the time by module; those of layers that repeat, such as `blocks.#.up`, are one."""
+    found: dict[str, dict[str, Any]] = {}
+    for share in time.modules:
+        name = ".".join("#" if key.isdigit() else key for key in share.name.split("."))
+        row = found.setdefault(
+            name, {"name": name, "seconds": 0.0, "flops": 0, "bytes": 0, "count": 0}
+        )
+        for field in ("seconds", "flops", "bytes"):
+            row[field] += getattr(share, field)
+        row["count"] += 1
+    return sorted(found.values(), key=lambda row: -row["seconds"])
 
 
 def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:

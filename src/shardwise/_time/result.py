@@ -210,9 +210,10 @@ def show_seconds(seconds: float) -> str:
     """Returns seconds in a unit that needs few digits."""
     if seconds >= 100:
         return f"{seconds:.0f} s"
-    if seconds >= 1:
+    # What rounds to a thousand goes to the next unit: `:.3g` would write 1e+03.
+    if seconds >= 0.9995:
         return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
+    if seconds >= 0.9995e-3:
         return f"{seconds * 1e3:.3g} ms"
     return f"{seconds * 1e6:.3g} µs"
 

@@ -22,7 +22,8 @@ const colourOf = (name) => getComputedStyle(document.documentElement).getPropert
 
 function table(header, rows, given = {}) {
   const right = given.right || [];
-  const cell = (tag, value, i) => make(tag, { class: right.includes(i) ? "right" : null, scope: tag === "th" ? "col" : null }, value);
+  const style = (i) => [right.includes(i) ? "right" : "", (given.roomy || []).includes(i) ? "roomy" : ""].join(" ").trim() || null;
+  const cell = (tag, value, i) => make(tag, { class: style(i), scope: tag === "th" ? "col" : null }, value);
   const body = rows.map((row) => make("tr", {}, row.map((value, i) => cell("td", value, i))));
   return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": given.label },
     make("table", {}, make("thead", {}, make("tr", {}, header.map((value, i) => cell("th", value, i)))), make("tbody", {}, body)));

@@ -12,7 +12,7 @@ function partsBar(time, most) {
     parts.map(([name, seconds]) => make("span", {
       class: "piece", title: `${name}: ${showSeconds(seconds)}`,
       style: `width:${(100 * seconds) / most}%;background:var(${BOUND_COLOURS[name]})`,
-    }, seconds / most > 0.12 ? make("span", { class: "piece-name", "aria-hidden": true }, `${name} ${showShare(seconds, time.seconds)}`) : "")));
+    }, make("span", { class: "piece-name", "aria-hidden": true }, `${name} ${showShare(seconds, time.seconds)}`))));
   const rows = parts.map(([name, seconds]) => [
     make("span", { title: TIME_WORDS[name] }, make("span", { class: "swatch", style: `--c:var(${BOUND_COLOURS[name]})` }), ` ${name}`),
     showSeconds(seconds), showShare(seconds, time.seconds), name in time.gains ? showSeconds(time.gains[name]) : "",
@@ -46,7 +46,8 @@ function showTimes(element, sides) {
 }
 
 const SHARE_VIEWS = {
-  modules: { title: "by module", header: "module", of: (slice) => slice.module || slice.op },
+  // Layers that repeat are one row.
+  modules: { title: "by module", header: "module", of: (slice) => numberless(slice.module || slice.op) },
   lines: { title: "by line", header: "line", of: (slice) => slice.line },
   instructions: { title: "by instruction", header: "instruction", of: (slice) => slice.name },
 };
@@ -98,7 +99,7 @@ function sliceDetail(slice, time, act) {
   const pairs = [];
   const say = (name, ...value) => pairs.push(make("dt", {}, name), make("dd", {}, value));
   if (slice.line) say("line", make("code", { class: "place" }, slice.line));
-  else if (!slice.repeats) say("line", make("span", { class: "faint" }, "none of yours: the compiler or the optimizer added it"));
+  else if (!slice.repeats) say("line", make("span", { class: "faint" }, "not in your code: added by the compiler or a library"));
   if (slice.module) say("module", make("code", {}, slice.module));
   if (slice.op) say(slice.count > 1 ? "longest" : "operation", make("code", {}, slice.op), slice.backward ? " in the backward pass" : "");
   if (!slice.repeats) say("instruction", make("code", {}, slice.name), slice.count > 1 ? ` and ${slice.count - 1} more` : "");
@@ -116,21 +117,23 @@ function sliceDetail(slice, time, act) {
 
 // `mark(name, of)` highlights the slices whose `of` is a name; without it, names are plain text.
 function showShares(time, mark) {
-  const place = make("div", {});
-  const names = Object.keys(SHARE_VIEWS).filter((name) => time[name].length);
-  if (!names.length) return make("p", { class: "faint" }, "Nothing in this step takes time.");
-  const show = (name) => {
+  const list = (name) => {
     const { header, title, of } = SHARE_VIEWS[name];
     const most = Math.max(...time[name].map((row) => row.seconds)) || 1;
-    const shown = time[name].slice(0, 40);
-    const cells = shown.map((row) => [
-      mark ? make("button", { type: "button", class: "link", onclick: () => mark(row.name, of) }, row.name) : row.name,
-      showSeconds(row.seconds), showShare(row.seconds, time.seconds), row.flops ? showFlops(row.flops) : "", row.bytes ? showBytes(row.bytes) : "",
-      make("span", { class: "bar wide", "aria-hidden": true }, make("span", { style: `width:${(100 * row.seconds) / most}%;--c:var(--cut0)` })),
+    const cells = time[name].map((row) => [
+      make("span", { class: "nowrap" }, mark ? make("button", { type: "button", class: "link", title: `${row.name}: highlight it in the timeline`, onclick: () => mark(row.name, of) }, row.name) : row.name,
+        row.count > 1 ? make("span", { class: "times" }, ` ×${row.count}`) : ""),
+      showSeconds(row.seconds), showShare(row.seconds, time.seconds),
+      make("span", { class: "bar", "aria-hidden": true }, make("span", { style: `width:${(100 * row.seconds) / most}%;--c:var(--accent)` })),
+      row.flops ? showFlops(row.flops) : "", row.bytes ? showBytes(row.bytes) : "",
     ]);
-    place.replaceChildren(table([header, "time", "share", "arithmetic", "memory traffic", ""], cells, { right: [1, 2, 3, 4], label: `Time ${title}` }),
-      time[name].length > 40 ? make("p", { class: "faint" }, `and ${time[name].length - 40}${time[name].length === 100 ? " or" : ""} more`) : "");
+    const place = make("div", {});
+    const show = (count) => place.replaceChildren(
+      table([header, "time", "share", "", "flops", "memory"], cells.slice(0, count), { right: [1, 2, 4, 5], roomy: [4, 5], label: `Time ${title}` }),
+      cells.length > count ? make("button", { type: "button", onclick: () => show(cells.length) }, `${cells.length - count} more`) : "");
+    show(12);
+    return place;
   };
-  const tabs = tabList("time", "Where the time goes", names.map((name) => [SHARE_VIEWS[name].title, () => show(name)]));
-  return make("div", {}, tabs, place);
+  return make("div", {}, make("div", { class: "columns" }, list("modules"), list("lines")),
+    make("details", {}, make("summary", {}, "The longest instructions"), list("instructions")));
 }

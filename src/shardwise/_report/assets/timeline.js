@@ -31,8 +31,8 @@ function readTimeline(raw) {
 function titleOf(slice) {
   if (slice.repeats) return slice.name;
   if (slice.count > 1) return `${slice.count} short ${slice.stream === "compute" ? "kernels" : "transfers"}`;
-  const what = slice.bound === "communication" ? slice.name.replace(/-start|[.\d]+$/g, "").replace(/-start$/, "") : slice.op || slice.name;
-  return slice.module ? `${what}  ${slice.module}` : what;
+  const what = slice.bound === "communication" ? slice.name.replace(/-start|[.\d]+$/g, "") : slice.op || slice.name;
+  return slice.module ? `${what} ${slice.module}` : what;
 }
 
 // Round steps of about `wanted` seconds.
@@ -47,7 +47,7 @@ class TimelineView {
     Object.assign(this, { timeline, pick, from: 0, to: timeline.seconds, chosen: null, matches: null });
     this.least = Math.max(2e-8, timeline.seconds * 1e-6);
     this.canvas = make("canvas", { tabindex: 0, role: "img", "aria-label": this.describe(), "aria-describedby": "timeline-keys" });
-    this.tip = make("div", { class: "tip", role: "status", hidden: true });
+    this.tip = make("div", { class: "tip", "aria-hidden": true, hidden: true });
     this.view = make("span", { class: "faint", "aria-live": "polite" });
     const button = (text, label, act) => make("button", { type: "button", "aria-label": label, title: label, onclick: act }, text);
     this.box = make("div", { class: "lanes" }, this.canvas, this.tip);
@@ -57,7 +57,8 @@ class TimelineView {
         button("◀", "Earlier", () => this.pan(-0.5)), button("▶", "Later", () => this.pan(0.5)),
         button("Whole step", "Show the whole step", () => this.look(0, timeline.seconds)), this.view),
       this.box,
-      make("p", { id: "timeline-keys", class: "faint" }, "Drag to pan. The wheel zooms once the timeline is focused, with Ctrl at any time. Keys: ← → through a stream, ↑ ↓ between streams, + − zoom, Shift ← → pan, Enter zooms to the slice, 0 shows the whole step."));
+      make("details", { class: "keys faint" }, make("summary", {}, "Drag to pan; zoom with the wheel after a click, or with Ctrl and the wheel. Keys"),
+        make("p", { id: "timeline-keys" }, "← → go through a stream, ↑ ↓ change the stream, + − zoom, Shift ← → pan, Enter zooms to the slice, 0 shows the whole step, Escape clears the choice.")));
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.box);
     this.draw();
@@ -75,7 +76,6 @@ class TimelineView {
     canvas.addEventListener("pointermove", (event) => this.move(event));
     for (const name of ["pointerup", "pointercancel"]) canvas.addEventListener(name, (event) => this.release(event));
     canvas.addEventListener("pointerleave", () => { if (!this.held) this.hover(null); });
-    canvas.addEventListener("blur", () => this.hover(null));
     canvas.addEventListener("keydown", (event) => this.key(event));
     canvas.addEventListener("dblclick", (event) => { const slice = this.find(event); if (slice) this.frame(slice); });
   }
@@ -151,7 +151,7 @@ class TimelineView {
       pen.moveTo(x, 0);
       pen.lineTo(x, this.height - LANE.strip - 4);
       pen.stroke();
-      const text = showSeconds(i * step, digits);
+      const text = i ? showSeconds(i * step, digits) : "0";
       if (x + 6 + pen.measureText(text).width < this.width) pen.fillText(text, x + 4, 3);
     }
   }
@@ -179,8 +179,8 @@ class TimelineView {
     pen.fillRect(0, y - LANE.label + 2, pen.measureText(label).width + 6, LANE.label - 2);
     pen.fillStyle = this.colours.ink;
     pen.fillText(label, 1, y - 2);
-    if (this.chosen && this.chosen.lane === lane) this.outline(pen, this.chosen, y, 3);
-    else if (this.over && this.over.lane === lane) this.outline(pen, this.over, y, 2);
+    if (this.chosen && this.chosen.lane === lane) this.outline(pen, this.chosen, y, 2.5);
+    else if (this.over && this.over.lane === lane) this.outline(pen, this.over, y, 1.5);
   }
 
   drawSlice(pen, slice, y) {
@@ -236,7 +236,9 @@ class TimelineView {
     if (right < 0 || x > this.width) return;
     pen.strokeStyle = this.colours.ink;
     pen.lineWidth = thick;
-    pen.strokeRect(x - 0.5, y - 1, Math.max(right - x, 2), LANE.bar + 2);
+    // Around a narrow one with room to see its colour.
+    const narrow = Math.max(0, 5 - (right - x)) / 2;
+    pen.strokeRect(x - narrow - 0.5, y - 1, right - x + 2 * narrow, LANE.bar + 2);
   }
 
   // Where the view is within the step.
@@ -306,7 +308,8 @@ class TimelineView {
 
   move(event) {
     const { held } = this;
-    if (!held) { this.hover(this.find(event), event); return; }
+    // A finger hides what is under it: a tap shows the slice below the timeline instead.
+    if (!held) { this.hover(event.pointerType === "touch" ? null : this.find(event), event); return; }
     const { x } = this.place(event);
     const before = Object.values(held.fingers);
     held.fingers[event.pointerId] = x;
@@ -343,7 +346,7 @@ class TimelineView {
       if (slice) this.tip.replaceChildren(...sliceLines(slice).map((text, i) => make(i ? "div" : "b", {}, text)));
     }
     if (!slice) return;
-    const x = event ? this.place(event).x : (Math.max(0, this.xOf(slice.start)) + Math.min(this.width, this.xOf(slice.end))) / 2;
+    const { x } = this.place(event);
     const left = x + 14 + this.tip.offsetWidth > this.width ? x - 14 - this.tip.offsetWidth : x + 14;
     Object.assign(this.tip.style, { left: `${Math.max(0, Math.min(left, this.width - this.tip.offsetWidth))}px`, top: `${this.top(slice.lane) + LANE.bar + 6}px` });
   }
@@ -395,7 +398,6 @@ class TimelineView {
     this.choose(slice);
     const span = this.to - this.from;
     if (slice.end < this.from || slice.start > this.to) this.look(slice.start - span / 2, slice.start + span / 2);
-    this.hover(slice);
   }
 }
 
