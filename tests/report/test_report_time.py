@@ -10,10 +10,10 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from test_report import picture, rows
+from test_report import picture, rows, unnamed
 
 import shardwise as sw
-from shardwise._report.timeline import timeline_data
+from shardwise._report.timeline import short_op, timeline_data
 from shardwise._time import Timeline, show_seconds
 
 WIDTH, LAYERS = 512, 8
@@ -119,6 +119,7 @@ def test_the_verdict_of_the_time_is_on_the_first_screen(compiled, open_page):
         assert time.inner_text() == compiled.time.verdict
         assert time.bounding_box()["y"] < 300
         assert len(compiled.report().html) < 400 * 1024
+        assert unnamed(page) == []
         picture(page, "time")
 
 
@@ -179,7 +180,7 @@ def test_the_slices_are_those_of_the_timeline(compiled, open_page):
             if isinstance(value, float):
                 assert one[key] == pytest.approx(value, abs=1e-9), key
             else:
-                assert one[key] == value, key
+                assert one[key] == (short_op(value) if key == "op" else value), key
 
 
 def test_a_slice_shows_its_line_when_it_is_pointed_at_and_chosen(compiled, open_page):
@@ -261,6 +262,11 @@ def test_the_timeline_from_the_keyboard(compiled, open_page):
         assert view(page)[1] - view(page)[0] == pytest.approx((whole[1] - whole[0]) / 2)
         page.keyboard.press("Escape")
         assert "Choose a slice" in page.inner_text("#slice")
+
+
+def test_operations_that_the_compiler_made_one_have_a_short_name():
+    assert short_op("dot_general") == "dot_general"
+    assert short_op("(jvp(up)/add:jvp(down)/add:mul)") == "jvp(up)/add and 2 more"
 
 
 def test_many_short_slices_become_blocks():

@@ -11,7 +11,7 @@ from .._layout import Layout
 from .._mesh import padded, show_spec
 from .._nnx import Leaf
 from .._time import StepTime
-from .timeline import timeline_data
+from .timeline import short_op, timeline_data
 
 
 def plan_data(name: str, plan: Plan) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _modules(time: StepTime) -> list[dict[str, Any]]:
     """Returns the time by module; those of layers that repeat, such as `blocks.#.up`, are one."""
     found: dict[str, dict[str, Any]] = {}
     for share in time.modules:
-        name = ".".join("#" if key.isdigit() else key for key in share.name.split("."))
+        name = ".".join("#" if key.isdigit() else key for key in short_op(share.name).split("."))
         row = found.setdefault(
             name, {"name": name, "seconds": 0.0, "flops": 0, "bytes": 0, "count": 0}
         )

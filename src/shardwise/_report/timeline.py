@@ -9,8 +9,16 @@ from .._time import Timeline
 
 # The most slices that the page has. Above it, runs of slices shorter than this share of the step
 # become one block each; the share doubles until they are few enough.
-MOST_SLICES = 2000
+MOST_SLICES = 1500
 SHORT = 1 / 5000
+
+
+def short_op(op: str) -> str:
+    """Returns an operation's name; of those that the compiler made one, the first and how many."""
+    if not (op.startswith("(") and op.endswith(")") and ":" in op):
+        return op
+    first, *others = op[1:-1].split(":")
+    return f"{first} and {len(others)} more"
 
 
 def timeline_data(timeline: Timeline, most: int = MOST_SLICES) -> dict[str, Any]:
@@ -27,8 +35,9 @@ def timeline_data(timeline: Timeline, most: int = MOST_SLICES) -> dict[str, Any]
 
     def kind(event: dict[str, Any]) -> int:
         row = (
-            *(number(event.get(name, "")) for name in ("name", "op", "module", "line")),
-            *(number(event.get(name, "")) for name in ("axes", "bound")),
+            number(event["name"]),
+            number(short_op(event.get("op", ""))),
+            *(number(event.get(name, "")) for name in ("module", "line", "axes", "bound")),
             int(event.get("backward", False)),
             event.get("bytes", 0),
             event.get("flops", 0),

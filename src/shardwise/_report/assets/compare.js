@@ -27,8 +27,9 @@ function timeDifferences(one, two) {
   const row = (name, a, b) => [name, showSeconds(a), showSeconds(b), signedSeconds(b - a)];
   const rows = names.map((name) => row(name, one.time.parts[name] || 0, two.time.parts[name] || 0));
   rows.push(row(make("b", {}, "step"), one.time.seconds, two.time.seconds));
+  const change = (share) => `${share < 0 ? "−" : "+"}${(100 * Math.abs(share)).toFixed(0)}%`;
   const rate = (side) => (side.time.tokens_per_second ? Math.round(side.time.tokens_per_second).toLocaleString("en") : "");
-  if (rate(one) && rate(two)) rows.push(["tokens/s", rate(one), rate(two), `${(100 * (two.time.tokens_per_second / one.time.tokens_per_second - 1)).toFixed(0)}%`.replace(/^-/, "−")]);
+  if (rate(one) && rate(two)) rows.push(["tokens/s", rate(one), rate(two), change(two.time.tokens_per_second / one.time.tokens_per_second - 1)]);
   return make("div", {}, make("h3", {}, "Time of one step (modelled)"),
     table(["", one.name, two.name, "change"], rows, { right: [1, 2, 3], label: "Time compared" }));
 }

@@ -54,7 +54,7 @@ function showSide(side) {
   showModel(side);
   showMesh(byId("mesh"), side, (leaf) => pickLeaf(leaf, null, "far"));
   showTraffic(byId("traffic"), side);
-  timeline = byId("timed") ? showTimed(byId("timed"), side) : null;
+  timeline = byId("timed") ? showTimed(byId("timed"), side, sides.length > 1) : null;
   for (const button of byId("sides").querySelectorAll("button")) button.setAttribute("aria-pressed", Number(button.dataset.side) === side.number);
 }
 

@@ -53,7 +53,7 @@ const SHARE_VIEWS = {
 };
 
 // The timeline, and where the time goes, of one side.
-function showTimed(element, side) {
+function showTimed(element, side, named) {
   const { time } = side;
   element.replaceChildren();
   if (!time) return null;
@@ -62,17 +62,17 @@ function showTimed(element, side) {
   const marked = make("p", { class: "told", role: "status" });
   const mark = (name, of) => {
     if (!view) return;
-    view.mark(name === null ? null : (slice) => slice.count === 1 && of(slice) === name);
+    view.mark(name === null ? null : (slice) => of(slice) === name);
     marked.replaceChildren(...(name === null ? [] : [`Highlighted: ${name} `, make("button", { type: "button", onclick: () => mark(null) }, "Show all")]));
   };
   const drawing = make("div", {});
   const shares = showShares(time, side.timeline && ((name, of) => { mark(name, of); drawing.scrollIntoView({ block: "nearest" }); }));
   const rates = [`Rates: ${time.rates}.`];
   if (Object.keys(time.unpriced).length) rates.push(`Priced by the memory they move alone: ${Object.entries(time.unpriced).map(([name, times]) => (times > 1 ? `${name} ×${times}` : name)).join(", ")}.`);
-  element.append(make("h3", { id: "timeline-title" }, "Timeline of one device"),
+  element.append(make("h3", { id: "timeline-title" }, `Timeline of one device${named ? `: ${side.name}` : ""}`),
     side.timeline ? make("div", {}, timelineLegend(side.timeline), drawing, marked, detail)
       : make("p", { class: "faint" }, "This compilation was read from a file, which has no program to draw a timeline of."),
-    make("h3", {}, "Where the time goes"), shares, make("p", { class: "faint" }, rates.join(" ")));
+    make("h3", {}, `Where the time goes${named ? `: ${side.name}` : ""}`), shares, make("p", { class: "faint" }, rates.join(" ")));
   if (!side.timeline) return null;
   const pick = (slice) => detail.replaceChildren(...sliceDetail(slice, time, {
     zoom: () => view.frame(slice), line: () => mark(slice.line, SHARE_VIEWS.lines.of),
@@ -87,7 +87,7 @@ function timelineLegend(timeline) {
   const has = (test) => slices.some(test);
   const key = (name, text, extra = "") => make("span", { class: "key" }, make("span", { class: `swatch ${extra}`, style: `--c:var(${name})` }), text);
   const keys = Object.entries(BOUND_COLOURS).filter(([bound]) => has((slice) => slice.bound === bound))
-    .map(([bound, name]) => key(name, bound === "communication" ? "communication, overlapped" : `bound by ${bound}`));
+    .map(([bound, name]) => key(name, bound === "communication" ? "communication, overlapped" : bound === "launch" ? "launch overhead" : bound === "unknown" ? "no model" : `bound by ${bound}`));
   if (has((slice) => slice.stream !== "compute" && slice.exposed)) keys.push(key("--cut3", "communication, exposed: compute waits", "hatched"));
   if (has((slice) => slice.count > 1)) keys.push(make("span", { class: "key" }, make("span", { class: "swatch dotted" }), "short kernels, drawn as one"));
   if (timeline.repeats.length) keys.push(key("--cell", "iterations like the last one drawn", "hatched-dark"));
@@ -98,11 +98,12 @@ function sliceDetail(slice, time, act) {
   if (!slice) return [make("p", { class: "faint" }, "Choose a slice to see what it is and which line it comes from.")];
   const pairs = [];
   const say = (name, ...value) => pairs.push(make("dt", {}, name), make("dd", {}, value));
+  if (slice.count > 1) say("longest", make("code", {}, slice.longest), `, and ${slice.count - 1} more`);
   if (slice.line) say("line", make("code", { class: "place" }, slice.line));
   else if (!slice.repeats) say("line", make("span", { class: "faint" }, "not in your code: added by the compiler or a library"));
   if (slice.module) say("module", make("code", {}, slice.module));
-  if (slice.op) say(slice.count > 1 ? "longest" : "operation", make("code", {}, slice.op), slice.backward ? " in the backward pass" : "");
-  if (!slice.repeats) say("instruction", make("code", {}, slice.name), slice.count > 1 ? ` and ${slice.count - 1} more` : "");
+  if (slice.op) say("operation", make("code", {}, slice.op), slice.backward ? " in the backward pass" : "");
+  if (!slice.repeats && slice.count === 1) say("instruction", make("code", {}, slice.name));
   const all = slice.busy * (slice.repeats ? 1 : slice.times);
   say("time", `${showSeconds(slice.busy)}${slice.times > 1 && !slice.repeats ? ` ×${slice.times} = ${showSeconds(all)}` : ""}, ${showShare(all, time.seconds)} of the step, from ${showSeconds(slice.start, 4)} to ${showSeconds(slice.end, 4)} on ${slice.stream}`);
   if (slice.bound) say("bound by", slice.bound);

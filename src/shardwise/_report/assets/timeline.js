@@ -57,8 +57,8 @@ class TimelineView {
         button("◀", "Earlier", () => this.pan(-0.5)), button("▶", "Later", () => this.pan(0.5)),
         button("Whole step", "Show the whole step", () => this.look(0, timeline.seconds)), this.view),
       this.box,
-      make("details", { class: "keys faint" }, make("summary", {}, "Drag to pan; zoom with the wheel after a click, or with Ctrl and the wheel. Keys"),
-        make("p", { id: "timeline-keys" }, "← → go through a stream, ↑ ↓ change the stream, + − zoom, Shift ← → pan, Enter zooms to the slice, 0 shows the whole step, Escape clears the choice.")));
+      make("details", { class: "keys faint" }, make("summary", {}, "Drag to pan; click, then scroll to zoom, or hold Ctrl. Keyboard shortcuts"),
+        make("p", { id: "timeline-keys" }, "← → go through a stream, ↑ ↓ switch streams, + − zoom, Shift with ← → pans, Enter zooms to the slice, 0 shows the whole step, Escape clears the selection.")));
     this.listen();
     new ResizeObserver(() => this.draw()).observe(this.box);
     this.draw();
