@@ -1,5 +1,6 @@
 """The time of a step on the report's page, in a real browser: what `compiled.time` says."""
 
+import dataclasses
 import json
 import re
 
@@ -316,6 +317,15 @@ def test_without_a_time_there_is_nothing(open_page):
         assert not page.is_visible("#time")
         assert page.locator("#verdict .time, .lanes").count() == 0
         assert "modelled)," not in page.inner_text("#verdict")
+
+
+def test_a_step_that_waits_for_the_host_says_so(compiled, open_page):
+    """A small model takes as long as the host takes to launch its step."""
+    time = dataclasses.replace(compiled.time, seconds=compiled.timeline().seconds + 0.5)
+    with open_page(dataclasses.replace(compiled, time=time).report()) as page:
+        assert "then idle for 500 ms" in page.inner_text("#timed")
+    with open_page(compiled.report()) as page:
+        assert "then idle" not in page.inner_text("#timed")
 
 
 def test_a_saved_compilation_has_its_time_but_no_timeline(compiled, open_page, tmp_path):

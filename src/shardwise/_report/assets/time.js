@@ -30,7 +30,7 @@ function axesTable(time) {
       make("span", { class: "hatched", style: `width:${(100 * row.exposed) / time.communication[0].seconds}%;--c:var(--cut3)` }),
       make("span", { style: `width:${(100 * row.overlapped) / time.communication[0].seconds}%;--c:var(--cut3)` })),
   ]);
-  return table(["communication over", "link", "time", "exposed", "overlapped", ""], rows, { right: [2, 3, 4], label: "Communication by axis" });
+  return table(["communication over", "link", "time", "exposed", "overlapped", ""], rows, { right: [2, 3, 4], roomy: [5], label: "Communication by axis" });
 }
 
 // The parts of all sides, on one scale; and room for what is shown of one of them.
@@ -67,10 +67,13 @@ function showTimed(element, side, named) {
   };
   const drawing = make("div", {});
   const shares = showShares(time, side.timeline && ((name, of) => { mark(name, of); drawing.scrollIntoView({ block: "nearest" }); }));
+  // The host may take longer to launch a step than the device takes to run it.
+  const idle = side.timeline ? time.seconds - side.timeline.seconds : 0;
+  const late = idle > 0.001 * time.seconds ? `The device is busy for ${showSeconds(side.timeline.seconds)} and then idle for ${showSeconds(idle)}, until the host has launched the next step.` : "";
   const rates = [`Rates: ${time.rates}.`];
   if (Object.keys(time.unpriced).length) rates.push(`Priced by the memory they move alone: ${Object.entries(time.unpriced).map(([name, times]) => (times > 1 ? `${name} ×${times}` : name)).join(", ")}.`);
   element.append(make("h3", { id: "timeline-title" }, `Timeline of one device${named ? `: ${side.name}` : ""}`),
-    side.timeline ? make("div", {}, timelineLegend(side.timeline), drawing, marked, detail)
+    side.timeline ? make("div", {}, late ? make("p", {}, late) : "", timelineLegend(side.timeline), drawing, marked, detail)
       : make("p", { class: "faint" }, "This compilation was read from a file, which has no program to draw a timeline of."),
     make("h3", {}, `Where the time goes${named ? `: ${side.name}` : ""}`), shares, make("p", { class: "faint" }, rates.join(" ")));
   if (!side.timeline) return null;
