@@ -77,24 +77,6 @@ def compiled():
     return sw.compile(RECIPE, lay())
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with browsers.chromium() as found:
-        yield found
-
-
-@pytest.fixture
-def open_page(browser, tmp_path):
-    """Returns a function that opens a report; the browser's complaints fail the test."""
-
-    def opened(report, **how):
-        file = tmp_path / "report.html"
-        report.save(file)
-        return browsers.opened(browser, file, **how)
-
-    return opened
-
-
 def picture(page, name):
     PICTURES.mkdir(exist_ok=True)
     page.screenshot(path=PICTURES / f"{name}.png", full_page=True)
@@ -502,14 +484,19 @@ def contrast(page, one, two):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_every_picture_has_words_and_every_control_a_name(compiled, open_page):
+def unnamed(page):
+    """Returns the controls and pictures that a screen reader could not name."""
     script = """() => {
       const named = (e) => (e.getAttribute('aria-label') || e.textContent || '').trim()
         || (e.labels && [...e.labels].map(l => l.innerText).join('').trim());
       const bad = (q) => [...document.querySelectorAll(q)].filter(e => !named(e)).map(e => e.outerHTML.slice(0, 80));
       return [...bad('button, select, input'), ...bad('[role=img], svg, canvas, [role=grid], [role=treegrid]')]; }"""
+    return page.evaluate(script)
+
+
+def test_every_picture_has_words_and_every_control_a_name(compiled, open_page):
     with open_page(compiled.report()) as page:
-        assert page.evaluate(script) == []
+        assert unnamed(page) == []
         order = []
         for _ in range(40):
             page.keyboard.press("Tab")

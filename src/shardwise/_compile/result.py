@@ -288,7 +288,7 @@ class Compiled:
         }
 
     def report(self, *, against: Compiled | Layout | None = None) -> Report:
-        """Returns one HTML page: the verdict, memory, the model, the mesh, and collectives.
+        """Returns one HTML page: the verdict, memory, time, the model, the mesh, and collectives.
 
         Args:
             against: another compilation, or a layout, to draw next to it.

@@ -10,6 +10,8 @@ from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import padded, show_spec
 from .._nnx import Leaf
+from .._time import StepTime
+from .timeline import short_op, timeline_data
 
 
 def plan_data(name: str, plan: Plan) -> dict[str, Any]:
@@ -31,6 +33,7 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
         "findings": [_finding_row(group) for group in group_similar(found)],
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),
+        "time": _time(plan.compiled),
     }
 
 
@@ -90,6 +93,34 @@ def _opinion(opinion: Any) -> str:
     spec = show_spec(opinion.spec) if opinion.spec is not None else "no opinion"
     source = f"{opinion.source}: " if opinion.source else ""
     return f"{source}{spec}{' - ' if opinion.reason else ''}{opinion.reason}"
+
+
+def _time(compiled: Compiled | None) -> dict[str, Any] | None:
+    """Returns how long a step takes and when each instruction runs; None if nobody knows."""
+    if compiled is None or compiled.time is None:
+        return None
+    # A compilation that was read from a file has no program.
+    has_timeline = compiled.machine is not None and bool(compiled.hlo)
+    return {
+        **compiled.time.to_dict(),
+        "modules": _modules(compiled.time),
+        "verdict": compiled.time.verdict,
+        "timeline": timeline_data(compiled.timeline()) if has_timeline else None,
+    }
+
+
+def _modules(time: StepTime) -> list[dict[str, Any]]:
+    """Returns the time by module; those of layers that repeat, such as `blocks.#.up`, are one."""
+    found: dict[str, dict[str, Any]] = {}
+    for share in time.modules:
+        name = ".".join("#" if key.isdigit() else key for key in short_op(share.name).split("."))
+        row = found.setdefault(
+            name, {"name": name, "seconds": 0.0, "flops": 0, "bytes": 0, "count": 0}
+        )
+        for field in ("seconds", "flops", "bytes"):
+            row[field] += getattr(share, field)
+        row["count"] += 1
+    return sorted(found.values(), key=lambda row: -row["seconds"])
 
 
 def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:

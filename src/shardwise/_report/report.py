@@ -19,7 +19,7 @@ from .data import plan_data
 _STYLES = ("page.css",)
 _SCRIPTS = (
     "data.js", "lists.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "mesh.js", "memory.js",
-    "traffic.js", "compare.js", "main.js",
+    "timeline.js", "time.js", "traffic.js", "compare.js", "main.js",
 )  # fmt: skip
 # The page loads nothing, and the browser enforces it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -358,7 +358,7 @@ def _called(s: Slice) -> str:
 
 
 def _parts(schedule: Schedule, seconds: float) -> dict[str, float]:
-    found = dict.fromkeys(PARTS, 0.0)
+    found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     for s in schedule.slices:
         if s.stream == COMPUTE:
             found[s.price.bound] += s.seconds * s.times
@@ -382,7 +382,7 @@ def _communication(schedule: Schedule) -> tuple[Communication, ...]:
 
 def _bounds(schedule: Schedule, seconds: float) -> tuple[float, float]:
     """Returns the bounds: each kind of work errs by itself, as far as it was seen to."""
-    by_kind: Counter[str] = Counter()
+    by_kind: dict[str, float] = defaultdict(float)
     for s in schedule.slices:
         spent = s.seconds if s.stream == COMPUTE else s.exposed
         by_kind[s.price.kind] += spent * s.times

@@ -40,9 +40,9 @@ _AGAINST = "The one to compare with"
 
 The page shows the verdict and findings, the memory of a device against its capacity, the model as a
 tree and by size, how each leaf is split over the mesh, what each device holds and, with --compile,
-every collective with its line of code. TARGET is as in shardwise plan, or a file written by plan
---save or compile --save. With --against, or any option that begins with it, two are drawn side by
-side.
+every collective with its line of code and, for GPUs and TPUs, how long a step takes, with a
+timeline. TARGET is as in shardwise plan, or a file written by plan --save or compile --save. With
+--against, or any option that begins with it, two are drawn side by side.
 
 Examples:
 

@@ -9,7 +9,7 @@ function showCompared(element, sides, pickLeaf) {
   });
   element.replaceChildren(make("h2", { id: "compared-title" }, `${one.name} against ${two.name}`),
     make("div", { class: "columns" }, maps),
-    ...[leafDifferences(one, two), trafficDifferences(one, two), findingDifferences(one, two)].filter(Boolean));
+    ...[timeDifferences(one, two), leafDifferences(one, two), trafficDifferences(one, two), findingDifferences(one, two)].filter(Boolean));
   const largest = Math.max(one.tree.held, two.tree.held) || 1;
   sides.forEach((side, i) => {
     const box = maps[i].querySelector(".map");
@@ -19,7 +19,20 @@ function showCompared(element, sides, pickLeaf) {
 }
 
 const signed = (bytes) => `${bytes > 0 ? "+" : bytes < 0 ? "−" : ""}${showBytes(Math.abs(bytes))}`;
-const numberless = (path) => path.replace(/(?<=^|\.)\d+(?=\.|$)/g, "#");
+const signedSeconds = (seconds) => `${seconds > 0 ? "+" : seconds < 0 ? "−" : ""}${showSeconds(Math.abs(seconds))}`;
+
+function timeDifferences(one, two) {
+  if (!one.time || !two.time) return null;
+  const names = Object.keys(BOUND_COLOURS).filter((name) => one.time.parts[name] || two.time.parts[name]);
+  const row = (name, a, b) => [name, showSeconds(a), showSeconds(b), signedSeconds(b - a)];
+  const rows = names.map((name) => row(name, one.time.parts[name] || 0, two.time.parts[name] || 0));
+  rows.push(row(make("b", {}, "step"), one.time.seconds, two.time.seconds));
+  const change = (share) => `${share < 0 ? "−" : "+"}${(100 * Math.abs(share)).toFixed(0)}%`;
+  const rate = (side) => (side.time.tokens_per_second ? Math.round(side.time.tokens_per_second).toLocaleString("en") : "");
+  if (rate(one) && rate(two)) rows.push(["tokens/s", rate(one), rate(two), change(two.time.tokens_per_second / one.time.tokens_per_second - 1)]);
+  return make("div", {}, make("h3", {}, "Time of one step (modelled)"),
+    table(["", one.name, two.name, "change"], rows, { right: [1, 2, 3], label: "Time compared" }));
+}
 
 function leafDifferences(one, two) {
   const before = new Map(one.leaves.map((leaf) => [leaf.path, leaf]));

@@ -22,6 +22,7 @@ function readSide(raw, number) {
   });
   side.groups = groupsOf(side);
   side.tree = buildTree(side.leaves);
+  side.timeline = raw.time && raw.time.timeline ? readTimeline(raw.time.timeline) : null;
   return side;
 }
 
@@ -74,7 +75,16 @@ const showFlops = (count) => {
   return `${Number(count.toFixed(digits))} ${units[at]}FLOP`;
 };
 
+// In a unit that needs few digits.
+function showSeconds(seconds, digits = 3) {
+  if (seconds >= 100) return `${seconds.toFixed(0)} s`;
+  if (seconds >= 0.9995) return `${seconds.toFixed(Math.max(2, digits - 1))} s`;
+  const [count, unit] = seconds >= 0.9995e-3 ? [seconds * 1e3, "ms"] : [seconds * 1e6, "µs"];
+  return `${Number(count.toPrecision(Math.max(1, Math.min(digits, 12))))} ${unit}`;
+}
+
 const showShare = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part / whole < 0.1 ? 1 : 0)}%` : "");
+const numberless = (path) => path.replace(/(?<=^|\.)\d+(?=\.|$)/g, "#");
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
 // --- the tree: modules down to leaves, layers that repeat folded into one row --------------------

@@ -22,10 +22,31 @@ const colourOf = (name) => getComputedStyle(document.documentElement).getPropert
 
 function table(header, rows, given = {}) {
   const right = given.right || [];
-  const cell = (tag, value, i) => make(tag, { class: right.includes(i) ? "right" : null, scope: tag === "th" ? "col" : null }, value);
+  const style = (i) => [right.includes(i) ? "right" : "", (given.roomy || []).includes(i) ? "roomy" : ""].join(" ").trim() || null;
+  const cell = (tag, value, i) => make(tag, { class: style(i), scope: tag === "th" ? "col" : null }, value);
   const body = rows.map((row) => make("tr", {}, row.map((value, i) => cell("td", value, i))));
   return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": given.label },
     make("table", {}, make("thead", {}, make("tr", {}, header.map((value, i) => cell("th", value, i)))), make("tbody", {}, body)));
+}
+
+// Tabs that the arrow keys go through; `views` are pairs of a name and what shows it.
+function tabList(id, label, views) {
+  const tabs = views.map(([name]) => make("button", {
+    type: "button", role: "tab", id: `${id}-${name.replace(" ", "-")}`, onclick: () => choose(name),
+    onkeydown: (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const next = tabs[(tabs.indexOf(event.currentTarget) + step + tabs.length) % tabs.length];
+      next.click();
+      next.focus();
+    },
+  }, name));
+  const choose = (name) => {
+    tabs.forEach((tab) => { tab.setAttribute("aria-selected", tab.textContent === name); tab.tabIndex = tab.textContent === name ? 0 : -1; });
+    views.find(([one]) => one === name)[1]();
+  };
+  if (views.length) choose(views[0][0]);
+  return make("div", { role: "tablist", class: "tabs", "aria-label": label }, tabs);
 }
 
 // A list of rows of equal height: ten thousand of them cost no more than those in view.

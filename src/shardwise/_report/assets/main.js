@@ -5,6 +5,7 @@ const sides = given.sides.map(readSide);
 let now = sides[0];
 let tree = null;
 let map = null;
+let timeline = null;
 
 function pickLeaf(leaf, members, from) {
   showLeaf(byId("leaf"), now, leaf, members);
@@ -15,6 +16,11 @@ function pickLeaf(leaf, members, from) {
     byId("leaf").scrollIntoView({ block: "start" });
     byId("leaf-title").focus({ preventScroll: true });
   }
+}
+
+// The drawings take their colours from the theme.
+function redraw() {
+  for (const drawing of [map, timeline]) if (drawing) drawing.draw();
 }
 
 function showModel(side) {
@@ -48,6 +54,7 @@ function showSide(side) {
   showModel(side);
   showMesh(byId("mesh"), side, (leaf) => pickLeaf(leaf, null, "far"));
   showTraffic(byId("traffic"), side);
+  timeline = byId("timed") ? showTimed(byId("timed"), side, sides.length > 1) : null;
   for (const button of byId("sides").querySelectorAll("button")) button.setAttribute("aria-pressed", Number(button.dataset.side) === side.number);
 }
 
@@ -59,7 +66,7 @@ function themeButton() {
     onclick: () => {
       document.documentElement.dataset.theme = dark() ? "light" : "dark";
       button.textContent = name();
-      if (map) map.draw();
+      redraw();
       dispatchEvent(new Event("resize"));
     },
   }, name());
@@ -70,6 +77,7 @@ byId("top").replaceChildren(
   make("div", {}, make("h1", {}, given.title), make("p", { class: "faint" }, `Shardwise ${given.version}`)), themeButton());
 byId("verdict").replaceChildren(...sides.map((side) => verdictBox(side, sides.length > 1)));
 showMemory(byId("memory"), sides);
+showTimes(byId("time"), sides);
 if (sides.length > 1) {
   const choose = byId("sides");
   choose.hidden = false;
@@ -81,4 +89,4 @@ if (sides.length > 1) {
 showSide(now);
 byId("foot").replaceChildren(make("p", {},
   "exact: arithmetic on shapes. compiled: reported by the chips' own compiler. modelled: an estimate. Everything is in this file; nothing is loaded."));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (map) map.draw(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

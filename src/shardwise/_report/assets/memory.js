@@ -10,7 +10,8 @@ function verdictBox(side, named) {
     named ? make("b", {}, `${side.name}: `) : "",
     make("span", { class: "mark", "aria-hidden": true }, { good: "✓", bad: "✗", warn: "!", plain: "·" }[side.verdict.state]),
     make("span", { class: "hidden" }, words[side.verdict.state]),
-    side.verdict.text.split("\n").map((line, i) => make(i ? "div" : "span", {}, line)));
+    side.verdict.text.split("\n").map((line, i) => make(i ? "div" : "span", {}, line)),
+    side.time ? make("div", { class: "time" }, side.time.verdict) : null);
 }
 
 function memoryBar(side, most) {

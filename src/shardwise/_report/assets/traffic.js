@@ -53,18 +53,7 @@ function showTraffic(element, side) {
   const missing = Object.entries(side.compiled.not_counted).map(([name, times]) => times > 1 ? `${name} ×${times}` : name).join(", ");
   const work = side.compiled.flops === null ? "" : `${showFlops(side.compiled.flops)} and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)${missing && `; flops not counted: ${missing}`}`;
   const place = make("div", {});
-  const tabs = Object.keys(TRAFFIC_VIEWS).map((name) => make("button", {
-    type: "button", role: "tab", id: `traffic-${name.replace(" ", "-")}`, onclick: () => show(name),
-    onkeydown: (event) => {
-      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-      if (!step) return;
-      const next = tabs[(tabs.indexOf(event.currentTarget) + step + tabs.length) % tabs.length];
-      next.click();
-      next.focus();
-    },
-  }, name));
   const show = (name) => {
-    tabs.forEach((tab) => { tab.setAttribute("aria-selected", tab.textContent === name); tab.tabIndex = tab.textContent === name ? 0 : -1; });
     const { header, rows: rowsOf } = TRAFFIC_VIEWS[name];
     const shown = rowsOf(rows);
     const most = Math.max(1, ...shown.map((row) => row[row.length - 1].bytes));
@@ -76,8 +65,8 @@ function showTraffic(element, side) {
     place.replaceChildren(table(header, cells, { right: [header.length - 3, header.length - 2], label: `Collectives ${name}` }),
       shown.length > 500 ? make("p", { class: "faint" }, `and ${shown.length - 500} more`) : "");
   };
+  const views = Object.keys(TRAFFIC_VIEWS).map((name) => [name, () => show(name)]);
   element.replaceChildren(title, make("p", {}, told), make("p", {}, work),
     side.compiled.note ? make("p", { class: "faint" }, side.compiled.note) : "",
-    rows.length ? make("div", { role: "tablist", class: "tabs", "aria-label": "Collectives" }, tabs) : "", place);
-  if (rows.length) show("by axis");
+    rows.length ? tabList("traffic", "Collectives", views) : "", place);
 }
