@@ -145,7 +145,11 @@ class GpuPricer:
         if instruction.opcode == "ragged-dot":
             out = instruction.shapes[0]
             return self.matmul(
-                (1, *out.dims[-2:], shapes[0].dims[-1]), shapes, (True, False), flops, moved
+                (1, out.dims[-2], out.dims[-1], shapes[0].dims[-1]),
+                shapes,
+                (True, False),
+                flops,
+                moved,
             )
         numbers = [
             [int(n) for n in re.findall(r"\d+", instruction.attribute(name))]

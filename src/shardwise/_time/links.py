@@ -44,7 +44,7 @@ class Link:
 @functools.cache
 def _table() -> Mapping[tuple[str, str, int], tuple[tuple[float, ...], tuple[float, ...]]]:
     found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    text = resources.files(__package__).joinpath("collectives.csv").read_text()
+    text = resources.files("shardwise._time").joinpath("collectives.csv").read_text()
     for row in csv.DictReader(text.splitlines()):
         key = (row["chip"], row["kind"], int(row["devices"]))
         found.setdefault(key, []).append((float(row["bytes"]), float(row["microseconds"]) * 1e-6))
