@@ -1,7 +1,8 @@
 """What holds to the bit also holds with the compiler's usual optimisation.
 
 The tests turn it down, to compile quickly; fused and reordered sums are what it may add. So each
-test that is marked `bitwise` is run again in a process that leaves XLA's flags as users have them.
+test that is marked `bitwise` is run in a process that leaves XLA's flags as users have them; the
+process that starts it leaves them out.
 """
 
 import os
