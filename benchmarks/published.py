@@ -46,6 +46,13 @@ _FP8 = "published in fp8, most likely"
 _V6E = ("q", "k", "v", "out")
 
 
+# Collective matmul, as MaxText calls it, is a loop of permutes and partial products.
+_NO_LOOPS = {
+    "xla_tpu_enable_windowed_einsum_for_all_gather": False,
+    "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """How one published row is compiled: its number in the file counts from 0.
@@ -58,6 +65,7 @@ class Run:
         offloaded: what is kept in the host's memory until then.
         slices: how many slices of these chips run in data parallel; one is compiled.
         accumulate: in how many parts the batch is processed.
+        options: those of XLA that the run's source states and that change its program.
         note: what the row leaves open.
     """
 
@@ -68,17 +76,18 @@ class Run:
     offloaded: tuple[str, ...] = ()
     slices: int = 1
     accumulate: int = 1
+    options: dict[str, bool] | None = None
     note: str = ""
 
 
 RUNS = (
-    Run(15, "v6e:2x4", "fsdp=8", offloaded=_V6E),
+    Run(15, "v6e:2x4", "fsdp=8", offloaded=_V6E, options=_NO_LOOPS),
     Run(21, "v5p:4x8x8", "data=4,fsdp=64", _AXLEARN),
     Run(22, "h100:32x8", "data=32,fsdp=8", _AXLEARN),
     Run(8, "tpu7x:4x4x4", "fsdp=128", ("q", "k", "v", "context")),
     Run(24, "h100:32x8", "data=32,fsdp=8", _AXLEARN),
     Run(28, "h100:64x8", "data=4,fsdp=128", _AXLEARN),
-    Run(14, "v6e:4x4", "fsdp=16", offloaded=_V6E),
+    Run(14, "v6e:4x4", "fsdp=16", offloaded=_V6E, options=_NO_LOOPS),
     Run(23, "v5e:16x16", "fsdp=256", ("q", "k", "v", "out", "up", "down"), slices=4),
     Run(20, "v5e:16x16", "fsdp=256", _AXLEARN, slices=4),
     Run(25, "v5e:16x16", "fsdp=256", offloaded=("q", "k", "v", "out", "up", "down"), slices=4),
@@ -89,8 +98,8 @@ RUNS = (
     Run(27, "v6e:16x16", "fsdp=256", offloaded=("q", "k", "v", "out"), accumulate=4),
     Run(33, "b200:32x8", "fsdp=256", note=_FP8),
     Run(34, "b200:32x8", "data=2,fsdp=128", note=_FP8),
-    Run(16, "v6e:2x4", "fsdp=8", offloaded=_V6E),
-    Run(13, "v6e:8x16", "fsdp=128", offloaded=_V6E),
+    Run(16, "v6e:2x4", "fsdp=8", offloaded=_V6E, options=_NO_LOOPS),
+    Run(13, "v6e:8x16", "fsdp=128", offloaded=_V6E, options=_NO_LOOPS),
     Run(10, "v6e:16x16", "fsdp=256", slices=2),
 )
 REASONS = {
@@ -161,6 +170,7 @@ def recipe_of(run):
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
         accumulate=run.accumulate,
+        compiler_options=run.options,
     )
 
 

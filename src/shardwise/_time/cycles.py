@@ -15,9 +15,12 @@ from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, targ
 from .links import Torus
 from .price import FREE, Price
 
-# Cycles per second: the measured rate of a large product where one is published (v6e 827, tpu7x 956
-# TFLOP/s), else XLA's own peak, divided by the flops per cycle that the compiler estimates for it.
-CLOCKS = {"v4": 1.07e9, "v5e": 1.63e9, "v5p": 1.667e9, "v6e": 2.24e9, "tpu7x": 2.26e9}
+# Cycles per second. Where the rate of a large product was measured (v6e 827, tpu7x 956 TFLOP/s), that
+# rate divided by the flops per cycle that the compiler estimates for it. Elsewhere the chip's own
+# clock, its peak divided by the multiply-adds of its arrays: the compiler's estimate for a large
+# product is then 90% to 92% of the peak, as measured on v6e. (With XLA's own peak in its place,
+# products on v5e ran at 205 of at most 197 TFLOP/s.)
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 2.24e9, "tpu7x": 2.26e9}
 # The flops per cycle that the compiler estimates for a large bfloat16 product.
 PER_CYCLE = {"v4": 243e3, "v5e": 115e3, "v5p": 236e3, "v6e": 369e3, "tpu7x": 422e3}
 # What attention kernels reach of a device's peak.

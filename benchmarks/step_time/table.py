@@ -1,0 +1,67 @@
+"""Compares modelled step times with measured ones.
+
+    python benchmarks/step_time/table.py predict predicted.json      # anywhere, with shardwise[gpu] and cuDNN
+    python benchmarks/step_time/table.py table predicted.json measured.json [more.json]
+
+The null model beside each row is a constant MFU: the median of the fitted recipes.
+"""
+
+import json
+import sys
+
+import numpy as np
+from recipes import FITTED, FRESH, RECIPES
+
+import shardwise as sw
+
+
+def predict(path):
+    found = {}
+    for name, make in RECIPES.items():
+        recipe = make()
+        layout = sw.layout(recipe.model, sw.mesh("data=1", on="h200:1x1"))
+        compiled = sw.compile(recipe, layout, show=False)
+        time = compiled.time
+        found[name] = {
+            "seconds": time.seconds, "low": time.low, "high": time.high,
+            "flops": compiled.flops, "peak": compiled.memory.peak, "bound": time.bound,
+        }  # fmt: skip
+        print(name, time.verdict, flush=True)
+        with open(path, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+def table(predicted, *measured):
+    with open(predicted) as file:
+        plan = json.load(file)
+    real = {}
+    for path in measured:
+        with open(path) as file:
+            real |= json.load(file)["recipes"]
+    rates = [plan[n]["flops"] / real[n]["seconds"] for n in FITTED]
+    null = float(np.median(rates))
+    print("| recipe | | modelled | bounds | measured | error | constant MFU |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    errors = {"fitted": [], "unseen": [], "fresh": []}
+    nulls = []
+    for name, row in plan.items():
+        if "seconds" not in real.get(name, {}):
+            continue
+        kind = "fitted" if name in FITTED else "fresh" if name in FRESH else "unseen"
+        seconds = real[name]["seconds"]
+        off, other = row["seconds"] / seconds - 1, row["flops"] / null / seconds - 1
+        errors[kind].append(abs(off))
+        if kind != "fitted":
+            nulls.append(abs(other))
+        print(
+            f"| {name} | {kind} | {row['seconds'] * 1e3:.3f} ms | {row['low'] * 1e3:.3f} to "
+            f"{row['high'] * 1e3:.3f} | {seconds * 1e3:.3f} ms | {off:+.1%} | {other:+.0%} |"
+        )
+    both = errors["unseen"] + errors["fresh"]
+    print()
+    for kind, found in (*errors.items(), ("unseen and fresh", both), ("their null model", nulls)):
+        print(f"- {kind}: {len(found)} recipes, mean {np.mean(found):.1%}, worst {max(found):.1%}")
+
+
+if __name__ == "__main__":
+    {"predict": predict, "table": table}[sys.argv[1]](*sys.argv[2:])
