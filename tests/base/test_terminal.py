@@ -464,7 +464,7 @@ def test_an_unknown_chip_is_reported_in_terms_of_options(run):
     assert err == (
         "shardwise: --on h1000:8 does not name a known chip (did you mean h100 or h200?): use here "
         "(the devices of this machine), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, "
-        "h100, h200, b200 with its topology, such as 'v5p:4x8x8'\n"
+        "h100, h200, b200, gb200 with its topology, such as 'v5p:4x8x8'\n"
     )
 
 

@@ -126,7 +126,9 @@ def test_every_kernel_runs_after_what_it_reads():
         made |= own
 
 
-@pytest.mark.parametrize("on", ["h100:1x8", "v5e:2x4", "tpu7x:2x2x1", "a100:1x8", "b200:1x8"])
+@pytest.mark.parametrize(
+    "on", ["h100:1x8", "v5e:2x4", "tpu7x:2x2x1", "a100:1x8", "b200:1x8", "gb200:1x8"]
+)
 def test_every_kind_of_chip(on):
     recipe = decoder()
     found = sw.estimate(recipe, sw.layout(recipe.model, sw.mesh("data=8", on=on), "fsdp"))

@@ -130,7 +130,7 @@ BAD = {
     "chip": (
         ("data=8", "v9:2x4"),
         {},
-        "on='v9:2x4' does not name a known chip: use None (the devices of this machine), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200 with its topology, such as 'v5p:4x8x8'",
+        "on='v9:2x4' does not name a known chip: use None (the devices of this machine), 'cpu:N', 'none', or one of v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, gb200 with its topology, such as 'v5p:4x8x8'",
     ),
     "topology": (
         ("data=8", "v5p"),

@@ -118,6 +118,13 @@ CHIPS: dict[str, Chip] = {
             (8.0e12, 2.3e15, 900e9, 50e9),
             Gpu((10, 0), 148, 1.965, 128, 132644864, 233472),
         ),
+        _gpu(
+            "gb200",
+            186e9,
+            184_000_000_000,
+            (8.0e12, 2.5e15, 900e9, 50e9),
+            Gpu((10, 0), 148, 1.965, 128, 132644864, 233472),
+        ),
     )
 }
 
@@ -209,6 +216,8 @@ def parse_chips(text: str) -> Chips:
 
 MOST_DEVICES = 2**31
 _GPUS_PER_HOST = 8
+# A rack of GB200s is one NVLink domain, and counts as one host.
+_GPUS_PER_DOMAIN = {"gb200": 72}
 # The slices that Cloud TPU documents: these, and for a 3D torus every A <= B <= C of multiples of
 # 4, up to the largest number of chips that one job can have.
 _SLICES_2D = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
@@ -220,11 +229,12 @@ def _require_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
     """Raises a ValueError if no machine has this topology."""
     if chip.platform == "gpu":
         hosts, gpus = topology
-        if gpus > _GPUS_PER_HOST:
-            more = -(-hosts * gpus // _GPUS_PER_HOST)
+        most = _GPUS_PER_DOMAIN.get(chip.name, _GPUS_PER_HOST)
+        if gpus > most:
+            more = -(-hosts * gpus // most)
             raise ValueError(
                 f"{option('on', text)} has {gpus} GPUs per host, but a host of {chip.name} has at most "
-                f"{_GPUS_PER_HOST}: write hosts x GPUs, such as '{chip.name}:{more}x{_GPUS_PER_HOST}'"
+                f"{most}: write hosts x GPUs, such as '{chip.name}:{more}x{most}'"
             )
         if hosts * gpus > MOST_DEVICES:
             raise ValueError(

@@ -78,7 +78,7 @@ _TF32 = {(True, True): 1.0, (True, False): 0.86, (False, False): 0.61, (False, T
 H200 = GpuRates(
     name="h200",
     label="measured",
-    source="kernels of 11 recipes on one H200 (benchmarks/step_time)",
+    source="kernels of 12 recipes on one H200 (benchmarks/step_time)",
     cores=132,
     products={
         "bf16": Products(3.0e-6, 7.96e12, 57, 0.256, 2.8e-6, _EVEN),
@@ -99,7 +99,7 @@ H200 = GpuRates(
 
 # What large products of bfloat16 reach of the H200's rate scaled by the datasheets, where they were
 # measured: 1670 TFLOP/s for four products of 4096 on a B200 (XLA's table of measured products).
-_REACHED = {"b200": 0.84}
+_REACHED = {"b200": 0.84, "gb200": 0.84}
 
 
 def _scaled(chip: Chip) -> GpuRates:
