@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
+from shardwise._hlo.buffers import workspace_bound
 from shardwise._hlo.flops import Work, bytes_accessed, work_of
 from shardwise._hlo.program import Shape, parse_hlo, parse_shapes
 from shardwise._hlo.traffic import by_axis, collectives, replica_groups
@@ -265,3 +266,18 @@ def test_a_split_product_does_its_part():
     split, whole = (NamedSharding(mesh, spec) for spec in (P("data"), P()))
     module = hlo_of(lambda a, b: a @ b, *arrays((64, 32), (32, 16)), in_shardings=(split, whole))
     assert work_of(module).flops == 2 * 64 * 32 * 16 // 8
+
+
+def test_convolutions_may_take_a_larger_workspace_on_the_device():
+    text = """HloModule m
+
+ENTRY %main {
+  %x = f32[8,16,16,32]{3,2,1,0} parameter(0)
+  %k = f32[64,3,3,32]{3,2,1,0} parameter(1)
+  ROOT %c = (f32[8,16,16,64]{3,2,1,0}, u8[1000]{0}) custom-call(%x, %k), \
+custom_call_target="__cudnn$convForward"
+}
+"""
+    arrays = 4 * (8 * 16 * 16 * 32 + 64 * 3 * 3 * 32 + 8 * 16 * 16 * 64)
+    assert workspace_bound(parse_hlo(text)) == 2 * arrays - 1000
+    assert workspace_bound(parse_hlo(text.replace("__cudnn$conv", "__cublas$"))) == 0

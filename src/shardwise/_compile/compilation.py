@@ -26,6 +26,7 @@ from .._hlo import (
     parse_hlo,
     reshards,
     work_of,
+    workspace_bound,
 )
 from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
@@ -219,6 +220,7 @@ def _result(job: Job, program: Program, mesh: AnyMesh, calibration: Calibration 
     time = time_of(module, machine, job.paths, tokens_of(job.batch)) if module and machine else None
     compiled = Compiled(
         time=time,
+        workspace_bound=workspace_bound(module) if module and platform == "gpu" else 0,
         machine=machine,
         paths=job.paths,
         chips=where,

@@ -98,6 +98,8 @@ class Compiled:
         bytes_accessed: memory traffic of one device in a step (compiled); None without a program.
         findings: what only a compilation can show: SW301 to SW304.
         time: how long a step takes (modelled); None for chips without rates, or without a program.
+        workspace_bound: how much more memory the workspaces of convolutions may take on the device,
+            where their library chooses them (modelled).
         not_counted: the kernels whose flops are unknown and therefore not in `flops`, by name,
             with how many times a step runs each.
         noise: what the compiler printed.
@@ -118,6 +120,7 @@ class Compiled:
     bytes_accessed: int | None
     findings: Findings
     time: StepTime | None = None
+    workspace_bound: int = 0
     not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
     noise: str = dataclasses.field(default="", repr=False)
     seconds: float = 0.0
@@ -234,6 +237,11 @@ class Compiled:
             parts.append(self.note)
         if self.memory is not None:
             parts.append(_show_memory(self.memory, self.buffers))
+        if self.workspace_bound:
+            parts.append(
+                f"convolutions choose their workspace on the device: up to "
+                f"{show_bytes(self.workspace_bound)} more at the peak (modelled)"
+            )
         if self.collectives:
             parts.append(_show_collectives(self))
         elif self.has_program:
@@ -281,6 +289,7 @@ class Compiled:
             "flops": self.flops,
             "not_counted": self.not_counted,
             "bytes_accessed": self.bytes_accessed,
+            "workspace_bound": self.workspace_bound,
             "time": self.time.to_dict() if self.time is not None else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,

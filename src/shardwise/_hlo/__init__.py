@@ -6,6 +6,7 @@ from .access import target_of as target_of
 from .buffers import OTHER as OTHER
 from .buffers import Buffer as Buffer
 from .buffers import largest_buffers as largest_buffers
+from .buffers import workspace_bound as workspace_bound
 from .flops import bytes_accessed as bytes_accessed
 from .flops import flops_of as flops_of
 from .flops import work_of as work_of

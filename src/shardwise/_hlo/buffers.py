@@ -248,3 +248,22 @@ def _owners(
                 passed = owners.get(operand.operands[index], set())
         owners[instruction.name] = passed
     return owners
+
+
+def workspace_bound(module: Module) -> int:
+    """Returns how much more memory the workspaces of convolutions may take on a real GPU.
+
+    The library chooses its algorithms, and with them its workspaces, by timing them on the device.
+    Workspaces of up to the arrays that a convolution reads and writes, twice, were seen there; the
+    program without a device has those of the default algorithms.
+    """
+    most = 0
+    for computation, found in module.computations.items():
+        for i in found:
+            if i.opcode == "custom-call" and '"__cudnn$conv' in i.rest:
+                own = module.by_name[computation]
+                arrays = [s.nbytes for n in i.operands if n in own for s in own[n].shapes]
+                arrays += [s.nbytes for s in i.shapes[:1]]
+                had = sum(s.nbytes for s in i.shapes[1:])
+                most = max(most, 2 * sum(arrays) - had)
+    return most
