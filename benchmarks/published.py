@@ -13,7 +13,9 @@ import argparse
 import csv
 import dataclasses
 import json
+import math
 import pathlib
+import re
 import statistics
 import sys
 import time
@@ -91,7 +93,7 @@ RUNS = (
     Run(23, "v5e:16x16", "fsdp=256", ("q", "k", "v", "out", "up", "down"), slices=4),
     Run(20, "v5e:16x16", "fsdp=256", _AXLEARN, slices=4),
     Run(25, "v5e:16x16", "fsdp=256", offloaded=("q", "k", "v", "out", "up", "down"), slices=4),
-    Run(12, "v6e:4x8", "fsdp=32", offloaded=("q", "k", "v")),
+    Run(12, "v6e:4x8", "fsdp=32", offloaded=("q", "k", "v"), options=_NO_LOOPS),
     Run(6, "tpu7x:4x8x8", "fsdp=512", ("k", "v"), ("down",)),
     Run(18, "v5p:8x8x8", "fsdp=512", ("context",), ("down",)),
     Run(26, "v6e:16x16", "fsdp=256", offloaded=("q", "k", "v"), slices=4),
@@ -148,9 +150,13 @@ def attempts(run):
     yield run, ""
     if run.saved or run.offloaded:
         yield dataclasses.replace(run, saved=(), offloaded=()), "all recomputed"
-    parts = 2 * run.accumulate
-    note = f"all recomputed, {parts} parts"
-    yield dataclasses.replace(run, saved=(), offloaded=(), accumulate=parts), note
+    # Parts of the batch, as few as split what each device has.
+    devices = math.prod(int(size) for size in re.findall(r"=(\d+)", run.mesh))
+    each = int(ROWS[run.row]["global_batch_seqs"]) // (run.slices * run.accumulate * devices)
+    if each > 1:
+        parts = run.accumulate * next(n for n in range(2, each + 1) if each % n == 0)
+        note = f"all recomputed, {parts} parts"
+        yield dataclasses.replace(run, saved=(), offloaded=(), accumulate=parts), note
 
 
 def recipe_of(run):
