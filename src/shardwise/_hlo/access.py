@@ -10,7 +10,7 @@ from .program import Instruction, Module, Shape
 # These move nothing by themselves: names for memory, control flow, and what the compiler knows.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-    "call", "after-all", "partition-id", "replica-id", "optimization-barrier", "async-done",
+    "call", "call-start", "call-update", "after-all", "partition-id", "replica-id", "optimization-barrier", "async-done",
     "async-update", "domain", "add-dependency",
 }  # fmt: skip
 _SLICES = {"slice", "dynamic-slice", "gather"}
