@@ -273,7 +273,7 @@ BAD = {
         ("check", "2", "none.py", "--limit", "0"),
         "the time limit must be positive, got 0 s",
     ),
-    "not a number": (("check", "two", "x.py"), "'LESSON'"),
+    "not a number": (("check", "two", "x.py"), "lesson must be an integer, got 'two'"),
     "start of none": (("start", "0"), "lesson 0 does not exist"),
     "start without .py": (
         ("start", "1", "mine"),

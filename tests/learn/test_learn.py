@@ -28,6 +28,7 @@ def test_there_are_pages():
         "lora",
         "many_hosts",
         "report",
+        "step_time",
         "training",
         "index",
         "into_a_mesh",

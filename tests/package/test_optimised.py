@@ -36,7 +36,7 @@ SAID = """\
 batch_spec is {'x': 'data'}: give one PartitionSpec, or a pytree of them like the batch, which has batch['x']
 batch_spec is {'y': P
 --inputs 'float32' has 'float32': 
---inputs 'float99[2]' has 'float99[2]': 
+--inputs 'float99[2]' has 'float99', which is not a dtype
 a config without experts= has no experts to choose from
 """
 

@@ -14,10 +14,11 @@ from jax.sharding import PartitionSpec as P
 from test_report import picture, rows, unnamed
 
 import shardwise as sw
+from shardwise._base import show_seconds
 from shardwise._chips.chips import parse_chips
 from shardwise._hlo.program import parse_hlo
 from shardwise._report.timeline import short_op, timeline_data
-from shardwise._time import Machine, Timeline, show_seconds, time_of
+from shardwise._time import Machine, Timeline, time_of
 
 WIDTH, LAYERS = 512, 8
 

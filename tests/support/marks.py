@@ -182,7 +182,19 @@ FAST = (
 )
 # Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
 # whole pages.
-NOT_FAST = {"checkpoint", "learn", "models", "parallel", "place", "processes", "report", "step"}
+NOT_FAST = {
+    "checkpoint",
+    "learn",
+    "models",
+    "parallel",
+    "place",
+    "processes",
+    "report",
+    "step",
+    "time",
+    "estimate",
+    "measure",
+}
 
 
 def marks_of(path, name):

@@ -50,7 +50,7 @@ def estimate(
         ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((64, 4096), "float32"))
         >>> layout = sw.layout(make, sw.mesh("data=8", on="h100:1x8"), "fsdp")
         >>> sw.estimate(recipe, layout).state_bytes
-        8519680
+        8519684
     """
     mesh = require_layout(layout).mesh
     machine = step_machine(mesh, load_calibration(calibration) if calibration is not None else None)

@@ -36,11 +36,8 @@ Example:
   shardwise chips --format json
 
 `shardwise chips measure` measures the devices of this machine instead: products, copies, attention
-and collectives, beside the figures that step times are modelled with. With --save, `shardwise compile
---calibration FILE` uses what was measured.
-
-\b
-  shardwise chips measure --save h200.json"""
+and collectives, beside the figures that step times are modelled with. With --save FILE, `shardwise
+compile --calibration FILE` uses what was measured."""
 )
 def chips(
     action: Annotated[
