@@ -6,6 +6,7 @@ from .compare import CompiledDiff as CompiledDiff
 from .compare import diff as diff
 from .compilation import compile as compile
 from .compilation import lowered_job as lowered_job
+from .compilation import lowered_step as lowered_step
 from .compilation import step_machine as step_machine
 from .compilation import tokens_of as tokens_of
 from .job import job_of as job_of

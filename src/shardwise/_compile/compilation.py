@@ -147,6 +147,21 @@ def lowered_job(job: Job, chips: Chips | None) -> Any:
         raise
 
 
+def lowered_step(recipe: Any, layout: Layout, inputs: Any, method: Method) -> tuple[Job, Any]:
+    """Returns a job, and it lowered for the chips of its layout, which need not be present."""
+    mesh = layout.mesh
+    chips = chips_of(mesh)
+    job = job_of(recipe, layout, inputs, method)
+    if chips is None:
+        return job, traced(job).lower()
+    try:
+        return job, lowered_job(job, chips)
+    except _NeedsDevices:
+        assert isinstance(mesh, AbstractMesh)
+        there = job_of(recipe, layout.on(absent_mesh(chips, mesh)), inputs, method)
+        return there, traced(there).lower()
+
+
 def _reshards(job: Job, chips: Chips | None) -> list[Reshard]:
     try:
         return reshards(lowered_job(job, chips).compiler_ir("stablehlo"))

@@ -310,18 +310,14 @@ class Estimator:
             "backend_config", ""
         )
         wide = [s for s in shapes if len(s.dims) >= 3]
-        attention = (
-            "fmha" in target
-            or "splash" in target
-            or "splash" in config
-            or "flash" in config
-            or "splash" in op.location
-        )
+        names = target + config + op.location
+        attention = any(n in names for n in ("fmha", "splash", "flash", "dot_product_attention"))
         if attention and len(wide) >= 2:
             q, k = wide[0], wide[1]
-            length = k.dims[1] if "fmha" in target else k.dims[-2]
-            backward = "Backward" in target or "dkv" in op.location or "_dq" in op.location
-            causal = 2 if "CAUSAL" in config or "splash" in op.location else 1
+            length = k.dims[-2] if "splash" in names else k.dims[1]
+            backward = any(n in names for n in ("Backward", "_bwd", "dkv", "_dq"))
+            # A call that its own function partitions does not show its mask: taken to be causal.
+            causal = 1 if "fmha" in target and "CAUSAL" not in config else 2
             flops = 2 * q.size * length * (5 if backward else 2) // causal
             if self.machine.gpu is not None and len(q.dims) == 4:
                 from .._hlo import Instruction

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from .._base import public
-from .._compile import job_of, lowered_job, step_machine, tokens_of
+from .._compile import lowered_step, step_machine, tokens_of
 from .._layout import Layout, Method, require_layout
 from .._mesh import show_mesh
 from .._time import load_calibration
@@ -59,7 +59,6 @@ def estimate(
             f"the mesh {show_mesh(mesh)} has no chips with known rates: make it with "
             f"on='h100:8x8' or on='v5p:4x8x8'"
         )
-    job = job_of(recipe, layout, inputs, method)
-    lowered = lowered_job(job, machine.chips)
+    job, lowered = lowered_step(recipe, layout, inputs, method)
     program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
     return estimate_of(program, machine, tokens_of(job.batch))
