@@ -342,6 +342,12 @@ class Estimator:
             inner = 0
             if kernel.op.kind == "while":
                 inner = self._loop_peak(kernel.op)
+                for value in kernel.op.operands:
+                    # Stacks that the loop fills begin as a constant, which is written once.
+                    root = block.root(value)
+                    if block.made_again(root) and root not in alive:
+                        alive[root] = self.shapes[root].nbytes
+                        total += alive[root]
             for value, size in kernel.writes.items():
                 root = block.root(value)
                 kept = root in alive or root not in block.maker

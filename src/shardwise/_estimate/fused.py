@@ -82,6 +82,7 @@ class Block:
         self.shapes = program.shapes
         self.ops = _scattered(list(ops))
         self.maker = {value: op for op in self.ops for value in op.results}
+        self.given = set(outputs)
         self.outputs = {self.root(value) for value in outputs}
         self.kernels = self._ordered(self._grouped())
 
@@ -100,12 +101,33 @@ class Block:
     def sources(self, value: int) -> list[int]:
         """Returns the values in memory that a value is made of wherever it is read."""
         op = self.maker.get(value)
-        if op is not None and op.kind in _TRANSPARENT | _ALIASES:
+        if op is not None and (op.kind in _TRANSPARENT | _ALIASES or self._widens(op)):
             return [found for operand in op.operands for found in self.sources(operand)]
         return [value]
 
+    def _widens(self, op: Op) -> bool:
+        """Returns whether an operation only casts to a wider dtype, wherever its result is read."""
+        if op.kind != "convert":
+            return False
+        given, made = self.shapes[op.operands[0]], self.shapes[op.results[0]]
+        return made.nbytes > given.nbytes and not self._fed.get(op.results[0])
+
+    @functools.cached_property
+    def _fed(self) -> dict[int, bool]:
+        """Whether each value is an operand of a kernel that is never fused, or is returned."""
+        found = dict.fromkeys(
+            (v for op in self.ops if op.kind in _HEAVY for v in op.operands), True
+        )
+        found |= dict.fromkeys(self.given, True)
+        return found
+
     def _fusible(self, op: Op) -> bool:
-        return op.kind not in _HEAVY and op.kind not in _TRANSPARENT and op.kind not in _ALIASES
+        return (
+            not self._widens(op)
+            and op.kind not in _HEAVY
+            and op.kind not in _TRANSPARENT
+            and op.kind not in _ALIASES
+        )
 
     def _grouped(self) -> list[Kernel]:
         level: dict[int, int] = {}
@@ -182,6 +204,11 @@ class Block:
                         kernel.writes[value] = self.shapes[op.operands[-1]].nbytes
                     else:
                         kernel.writes[value] = self.shapes[value].nbytes
+
+    def made_again(self, value: int) -> bool:
+        """Returns whether no kernel writes a value, because it is made wherever it is read."""
+        op = self.maker.get(value)
+        return op is not None and op.kind in _TRANSPARENT
 
     def _aliased(self, value: int) -> bool:
         return value in self._roots
