@@ -413,6 +413,7 @@ def test_a_signal_stops_after_a_complete_step_and_saves_it(straight, tmp_path, n
 def test_a_second_interrupt_ends_at_once(tmp_path):
     with start(tmp_path / "run", 100, "stuck", stderr=subprocess.PIPE, text=True) as process:
         read_until(process, "step 3/")
+        time.sleep(1.0)  # metrics are read late: by now the run is stuck
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         assert process.poll() is None
