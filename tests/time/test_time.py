@@ -209,7 +209,7 @@ def test_what_runs_between_start_and_done_hides_the_transfer():
     assert bare.seconds == pytest.approx(hidden.seconds + row.seconds)
 
 
-# --- a real step on chips that are not here -------------------------------------------------------
+# --- a real step on chips that are absent -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +287,7 @@ def test_faster_chips_take_less_time(compiled):
 
 def calibration(**changes):
     return dataclasses.replace(
-        Calibration("h100", "NVIDIA H100", {"bf16": 0.5, "f32": 1.0}, 2e12, None, 1.0), **changes
+        Calibration("h100", "NVIDIA H100", {"bf16": 0.5, "f32": 1.0}, 2e12, 1.0), **changes
     )
 
 

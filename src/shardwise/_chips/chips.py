@@ -214,6 +214,11 @@ def parse_chips(text: str) -> Chips:
     return Chips(chip, topology)
 
 
+def gpu_of_kind(kind: str) -> Chip | None:
+    """Returns the GPU that JAX reports as this device kind, such as `NVIDIA H100 80GB HBM3`."""
+    return next((c for c in CHIPS.values() if c.gpu is not None and c.kind in kind), None)
+
+
 MOST_DEVICES = 2**31
 _GPUS_PER_HOST = 8
 # A rack of GB200s is one NVLink domain, and counts as one host.

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._base import public
 from .._check import Findings
-from .._chips import CHIPS, Chips
+from .._chips import Chips, gpu_of_kind
 from .._hlo import (
     EDGES,
     Reshard,
@@ -266,8 +266,7 @@ def step_machine(mesh: AnyMesh, calibration: Calibration | None = None) -> Machi
     """Returns the chips that a program is priced on, if there are rates for them."""
     chips = chips_of(mesh)
     if chips is None and isinstance(mesh, Mesh):
-        kind = mesh.devices.flat[0].device_kind
-        chip = next((chip for chip in CHIPS.values() if chip.gpu and chip.kind in kind), None)
+        chip = gpu_of_kind(mesh.devices.flat[0].device_kind)
         if chip is not None:
             hosts = len({device.process_index for device in mesh.devices.flat})
             chips = Chips(chip, (hosts, mesh.size // hosts))

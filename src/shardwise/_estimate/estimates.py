@@ -167,7 +167,7 @@ class Estimator:
         if gpu is not None and first.seconds:
             total = sum(t for kind, t in first.kinds.items() if kind != "collective")
             share = first.kinds["product"] / total if total else 0.0
-            self.slower = 1 / (1 - gpu.power * min(1.0, max(0.0, (share - 0.5) / 0.25)))
+            self.slower = gpu.slowdown(share)
             if self.slower > 1.0:
                 return self._block(self.program.ops, self.program.outputs)
         return first

@@ -195,7 +195,7 @@ class Block:
                 for value in op.results:
                     if op.kind == "while":
                         continue
-                    kept = value in used or value in self.outputs or self._aliased(value)
+                    kept = value in used or value in self.outputs
                     if not (kernel.heavy or kept):
                         continue
                     if op.kind == "dynamic_update_slice":
@@ -209,13 +209,6 @@ class Block:
         """Returns whether no kernel writes a value, because it is made wherever it is read."""
         op = self.maker.get(value)
         return op is not None and op.kind in _TRANSPARENT
-
-    def _aliased(self, value: int) -> bool:
-        return value in self._roots
-
-    @functools.cached_property
-    def _roots(self) -> set[int]:
-        return {self.root(value) for value in self.outputs}
 
     def _read(self, kernel: Kernel, op: Op, source: int) -> None:
         size = self.shapes[source].nbytes

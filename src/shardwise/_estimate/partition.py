@@ -88,11 +88,18 @@ def partition(module: Any, mesh: Mapping[str, int]) -> Program:
     Args:
         module: what `lowered.compiler_ir("stablehlo")` returns; it is not changed.
         mesh: the sizes of the mesh's axes by name.
+
+    Raises:
+        ValueError: the partitioner of the installed jaxlib rejects it.
     """
     ir, passmanager = mlir_bindings()
     with module.context:
         own = ir.Module.parse(module_bytes(module))
-        passmanager.PassManager.parse(_PASSES).run(own.operation)
+        try:
+            passmanager.PassManager.parse(_PASSES).run(own.operation)
+        except (ValueError, ir.MLIRError) as error:
+            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"Shardy cannot partition this step: {first}") from error
         return _Reader(ir, mesh).program(own)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._chips import CHIPS
+from .._chips import CHIPS, gpu_of_kind
 from .._time import Calibration, attention_seconds, gpu_rates, product_seconds
 
 _SIZES = ((2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 4096), (8192, 2048, 1024))
@@ -37,8 +37,13 @@ def seconds_of(function: Callable[..., Any], *arguments: Any, least: float = 0.0
     return float(np.median(found))
 
 
-class Row(tuple[str, str, float, float | None]):
+class Row(NamedTuple):
     """What was measured: its name, its unit, the figure, and the shipped one if there is one."""
+
+    name: str
+    unit: str
+    measured: float
+    shipped: float | None
 
 
 def measure(limit: float, progress: Callable[[str], None]) -> tuple[Calibration, list[Row]]:
@@ -46,21 +51,21 @@ def measure(limit: float, progress: Callable[[str], None]) -> tuple[Calibration,
 
     Args:
         limit: seconds after which nothing more is begun.
-        progress: is told what is being measured.
+        progress: called with what is about to be measured.
 
     Raises:
         ValueError: there is no table for this kind of device to compare with.
     """
     devices = jax.devices()
     kind = devices[0].device_kind
-    chip = next((c.name for c in CHIPS.values() if c.gpu is not None and c.kind in kind), None)
+    chip = gpu_of_kind(kind)
     if chip is None:
         known = ", ".join(c.name for c in CHIPS.values() if c.gpu is not None)
         raise ValueError(
             f"there is no model to calibrate for {kind!r}: step times of {known} are modelled by "
             f"kernels that can be measured; those of TPUs come from their compiler"
         )
-    rates, end = gpu_rates(chip), time.monotonic() + limit
+    rates, end = gpu_rates(chip.name), time.monotonic() + limit
     rows: list[Row] = []
     products: dict[str, float] = {}
     for name, dtype in (("bf16", jnp.bfloat16), ("f32", jnp.float32)):
@@ -75,17 +80,17 @@ def measure(limit: float, progress: Callable[[str], None]) -> tuple[Calibration,
             if name == "bf16":
                 shipped /= 1 - rates.power  # nothing else runs: the power limit is met
             flops = 2 * m * n * k
-            rows.append(Row((f"product {m}x{n}x{k} {name}", "TFLOP/s", flops / took / 1e12, flops / shipped / 1e12)))  # fmt: skip
+            rows.append(Row(*(f"product {m}x{n}x{k} {name}", "TFLOP/s", flops / took / 1e12, flops / shipped / 1e12)))  # fmt: skip
             shares.append(shipped / took)
         if shares:
             products[name] = float(np.median(shares))
-    bandwidth = attention = kernel = None
+    bandwidth = attention = None
     if time.monotonic() < end:
         progress("copy")
         x = _normal((2**28,), jnp.float32)
         took = seconds_of(jax.jit(lambda x: x + 1), x)
         bandwidth = 2 * x.nbytes / took
-        rows.append(Row(("copy of 1 GiB", "TB/s", bandwidth / 1e12, rates.bandwidth / 1e12)))
+        rows.append(Row(*("copy of 1 GiB", "TB/s", bandwidth / 1e12, rates.bandwidth / 1e12)))
     if time.monotonic() < end and devices[0].platform in ("gpu", "cuda"):
         progress("attention")
         try:
@@ -98,15 +103,15 @@ def measure(limit: float, progress: Callable[[str], None]) -> tuple[Calibration,
             took = seconds_of(call, q)
             shipped = attention_seconds(rates, (4, 4096, 16, 128))
             flops = 2 * 2 * 4 * 16 * 4096 * 4096 * 128 / 2
-            rows.append(Row(("attention, causal, 4096 long", "TFLOP/s", flops / took / 1e12, flops / shipped / 1e12)))  # fmt: skip
+            rows.append(Row(*("attention, causal, 4096 long", "TFLOP/s", flops / took / 1e12, flops / shipped / 1e12)))  # fmt: skip
             attention = shipped / took
         except (RuntimeError, ValueError) as error:
             progress(f"attention was not measured: {str(error).splitlines()[0][:80]}")
     collectives = []
     for kind_, count, size, took in _collectives(devices, end, progress):
         collectives.append((kind_, count, size, took))
-        rows.append(Row((f"{kind_} over {count}, {size / 2**20:.0f} MiB", "GB/s", size / took / 1e9, None)))  # fmt: skip
-    found = Calibration(chip, kind, products, bandwidth, kernel, attention, tuple(collectives))
+        rows.append(Row(*(f"{kind_} over {count}, {size / 2**20:.0f} MiB", "GB/s", size / took / 1e9, None)))  # fmt: skip
+    found = Calibration(chip.name, kind, products, bandwidth, attention, tuple(collectives))
     return found, rows
 
 

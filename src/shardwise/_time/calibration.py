@@ -23,7 +23,6 @@ class Calibration:
         device: JAX's name of the device that was measured.
         products: by dtype, the measured rate of large products over the shipped one.
         bandwidth: measured bytes per second of a copy; None if not measured.
-        kernel: seconds of the smallest kernel; None if not measured.
         attention: the measured rate of attention over the shipped one; None if not measured.
         collectives: `[kind, devices, bytes, seconds]` of each collective that was measured.
     """
@@ -32,7 +31,6 @@ class Calibration:
     device: str
     products: dict[str, float]
     bandwidth: float | None = None
-    kernel: float | None = None
     attention: float | None = None
     collectives: tuple[tuple[str, int, int, float], ...] = ()
 
@@ -51,7 +49,6 @@ class Calibration:
             source=f"calibrated on {self.device}",
             products=products,
             bandwidth=self.bandwidth or known.bandwidth,
-            kernel=self.kernel or known.kernel,
             attention={key: rate * factor for key, rate in known.attention.items()},
         )
 
@@ -92,10 +89,10 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     try:
         found["collectives"] = tuple(tuple(row) for row in found.get("collectives", ()))
         made = Calibration(**found)
-        numbers = [*made.products.values(), made.bandwidth, made.kernel, made.attention]
+        numbers = [*made.products.values(), made.bandwidth, made.attention]
         if not all(n is None or (isinstance(n, int | float) and n > 0) for n in numbers):
             raise ValueError("a rate is not a positive number")
-        made.rates  # noqa: B018 - raises if there is no table for the chip
+        gpu_rates(made.chip)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{name} is not a calibration: {error}") from error
     return made

@@ -223,15 +223,8 @@ class GpuPricer:
     ) -> Price:
         rates, backward = self.rates, "Backward" in target
         length, depth = shapes[0].dims[1], shapes[0].dims[3]
-        near = 128 if depth > 96 else 64
-        rate = rates.attention[near, backward]
-        # Short sequences fill the tiles badly; a causal mask leaves half of those at the diagonal.
-        half = rates.attention_length * near / 128 * 1.2
-        half *= 1.0 if "CAUSAL" in instruction.rest else 0.5
-        seconds = flops * (1 + half / max(1, length)) / rate
-        kernels = 7 if backward else 3
-        streamed = (2.5 if backward else 1.0) * moved / rates.bandwidth
-        total = kernels * rates.kernel + max(seconds, streamed) + 0.15 * min(seconds, streamed)
+        causal = "CAUSAL" in instruction.rest
+        total = _attended(rates, flops, moved, length, depth, backward=backward, causal=causal)
         return Price(total, "attention", moved, flops)
 
     def convolved(
@@ -369,8 +362,24 @@ def attention_seconds(rates: GpuRates, shape: tuple[int, int, int, int]) -> floa
     """Returns the seconds of a causal attention's forward pass in bfloat16: `(b, length, heads, d)`."""
     batch, length, heads, depth = shape
     flops = 2 * batch * heads * length * length * depth
+    moved = 4 * 2 * batch * length * heads * depth
+    return _attended(rates, flops, moved, length, depth, backward=False, causal=True)
+
+
+def _attended(
+    rates: GpuRates,
+    flops: int,
+    moved: int,
+    length: int,
+    depth: int,
+    *,
+    backward: bool,
+    causal: bool,
+) -> float:
     near = 128 if depth > 96 else 64
-    half = rates.attention_length * near / 128 * 1.2
-    moved = 4 * 2 * batch * length * heads * depth / rates.bandwidth
-    seconds = flops * (1 + half / length) / rates.attention[near, False]
-    return 3 * rates.kernel + max(seconds, moved) + 0.15 * min(seconds, moved)
+    # Short sequences fill the tiles badly; a causal mask leaves half of those at the diagonal.
+    half = rates.attention_length * near / 128 * (1.2 if causal else 0.6)
+    seconds = flops * (1 + half / max(1, length)) / rates.attention[near, backward]
+    streamed = (2.5 if backward else 1.0) * moved / rates.bandwidth
+    kernels = 7 if backward else 3
+    return kernels * rates.kernel + max(seconds, streamed) + 0.15 * min(seconds, streamed)

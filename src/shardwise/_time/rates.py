@@ -43,7 +43,6 @@ class GpuRates:
         cores: the streaming multiprocessors.
         products: by the dtype of the operands.
         bandwidth: bytes per second of kernels that stream through memory.
-        cache_bytes: the size of the L2 cache.
         scalar: scalar operations per second of all cores.
         kernel: seconds that the smallest kernel takes, with its launch.
         atomics: elements per second of a scatter that adds, by bytes of an element.
@@ -60,7 +59,6 @@ class GpuRates:
     cores: int
     products: Mapping[str, Products]
     bandwidth: float
-    cache_bytes: float
     scalar: float
     kernel: float
     atomics: Mapping[int, float]
@@ -69,6 +67,10 @@ class GpuRates:
     power: float
     iteration: float
     dispatch: float
+
+    def slowdown(self, share: float) -> float:
+        """Returns the factor by which products slow down when they are this share of a step's work."""
+        return 1.0 / (1.0 - self.power * min(1.0, max(0.0, (share - 0.5) / 0.25)))
 
 
 _EVEN = {(True, True): 1.0, (True, False): 0.985, (False, False): 0.985, (False, True): 0.985}
@@ -85,7 +87,6 @@ H200 = GpuRates(
         "f32": Products(4.0e-6, 8.6e12, 178, 2.14, 3.9e-6, _TF32),
     },
     bandwidth=4.2e12,
-    cache_bytes=60e6,
     scalar=33e12,
     kernel=1.5e-6,
     atomics={2: 0.14e12, 4: 0.27e12},
@@ -122,7 +123,6 @@ def _scaled(chip: Chip) -> GpuRates:
             for dtype, rates in H200.products.items()
         },
         bandwidth=H200.bandwidth * memory,
-        cache_bytes=gpu.l2_bytes,
         scalar=H200.scalar * scalar,
         atomics={size: rate * memory for size, rate in H200.atomics.items()},
         attention={key: rate * peak for key, rate in H200.attention.items()},

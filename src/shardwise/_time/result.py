@@ -302,8 +302,7 @@ def _throttled(machine: Machine, first: Schedule) -> float:
         return 1.0
     total = sum(s.seconds * s.times for s in first.slices if s.stream == COMPUTE)
     hot = sum(s.seconds * s.times for s in first.slices if s.price.kind == "product")
-    share = hot / total if total else 0.0
-    return 1.0 / (1.0 - machine.gpu.power * min(1.0, max(0.0, (share - 0.5) / 0.25)))
+    return machine.gpu.slowdown(hot / total if total else 0.0)
 
 
 def time_of(

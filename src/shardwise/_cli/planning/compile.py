@@ -94,12 +94,18 @@ def compile_command(
     format: FormatOption = Format.text,
 ) -> None:
     """Compiles a step and shows what it costs."""
+    from ..._compile import step_machine
+
     require_devices(on)
     require_writable(save, inputs=(target, rules))
     require_writable(trace, "--trace", inputs=(target, rules))
     found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
+    if trace is not None and step_machine(layout.mesh) is None:
+        raise ValueError(
+            f"--trace needs chips whose step times are modelled, GPUs or TPUs, not {on!r}"
+        )
     compiled = compile_target(target, found, layout, inputs, method, calibration)
     save_to(save, compiled)  # before anything is printed: the reader may close the pipe early
     if trace is not None:

@@ -88,12 +88,11 @@ def chips(
 
 
 def _measure(save: str | None, limit: float, format: Format) -> None:
-    from ..._base import text_table, working
+    from ..._base import text_table
     from ..._measure import measure
 
     require_writable(save)
-    with working("measuring the devices of this machine"):
-        found, rows = measure(limit, lambda text: None)
+    found, rows = measure(limit, lambda text: typer.echo(f"measuring {text}", err=True))
     if save is not None:
         found.save(save)
         typer.echo(f"saved {save}", err=True)
