@@ -12,6 +12,7 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise._chips import parse_chips
+from shardwise._compile import tokens_of
 from shardwise._hlo import access_of, parse_hlo
 from shardwise._time import Calibration, Machine, StepTime, gpu_rates, load_calibration, time_of
 from shardwise._time.cycles import torus_of
@@ -243,6 +244,17 @@ def test_the_parts_are_the_whole(compiled):
     assert {"up", "down"} <= {share.name for share in time.modules}
     assert any(re.search(r"test_time\.py:\d+", share.name) for share in time.lines)
     assert time.verdict in str(compiled[2])
+
+
+@pytest.mark.parametrize(
+    "shape, tokens", [((8, 32), 256), ((8, 32, 32), None), ((8,), None)], ids=str
+)
+def test_only_a_matrix_of_integers_holds_tokens(shape, tokens):
+    batch = {
+        "x": jax.ShapeDtypeStruct((8, 4), "float32"),
+        "y": jax.ShapeDtypeStruct(shape, "int32"),
+    }
+    assert tokens_of(batch) == tokens
 
 
 def test_saved_and_read_back(compiled, tmp_path):

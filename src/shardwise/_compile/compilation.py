@@ -274,9 +274,12 @@ def step_machine(mesh: AnyMesh, calibration: Calibration | None = None) -> Machi
 
 
 def tokens_of(batch: Any) -> int | None:
-    """Returns how many tokens a global batch has: the elements of its first array of integers."""
+    """Returns how many tokens a global batch has: the elements of its first matrix of integers.
+
+    Integers in more dims are labels of pixels or the like, not tokens.
+    """
     for leaf in jax.tree.leaves(batch):
-        if len(leaf.shape) >= 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
+        if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
             return math.prod(leaf.shape)
     return None
 
