@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import defaultdict
 from typing import Any
 
@@ -15,6 +14,7 @@ from .._chips import sent_bytes
 from .._hlo import Shape, user_place
 from .._time import SPREAD, Machine, Price
 from .fused import COLLECTIVES, Block, Kernel, size_of
+from .orders import numbers_of
 from .partition import Program
 from .simplify import simplified
 
@@ -173,7 +173,7 @@ class Estimator:
         return first
 
     def _block(self, ops: Any, outputs: Any) -> _Run:
-        block = Block(self.program, ops, outputs)
+        block = Block(self.program, ops, outputs, gpu=self.machine.gpu is not None)
         run = _Run()
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
@@ -270,6 +270,8 @@ class Estimator:
         return self.pricer.streamed(access, 1.5)
 
     def _penalty(self, kernel: Kernel) -> float:
+        if kernel.op.kind == "transpose":
+            return 1.4
         kinds = {op.kind for op in kernel.ops}
         if sum(op.kind == "pad" for op in kernel.ops) > 1:
             return 1.8
@@ -277,12 +279,11 @@ class Estimator:
 
     def _dot(self, kernel: Kernel) -> Price:
         op = kernel.op
-        text = op.attributes.get("dot_dimension_numbers", "")
-        numbers = [
-            [int(n) for n in re.findall(r"\d+", found[1])] if (found := re.search(rf"{name}_dimensions = \[([^\]]*)\]", text)) else []
-            for name in ("lhs_contracting", "rhs_contracting", "lhs_batching")
-        ]  # fmt: skip
+        numbers = numbers_of(op)[:3]
         shapes = [self.shapes[v] for v in op.operands[:2]]
+        # The wider of two dtypes is cast to the other one.
+        narrow = min(shapes, key=lambda shape: shape.nbytes / max(1, shape.size)).dtype
+        shapes = [Shape(narrow, shape.dims) for shape in shapes]
         out = self.shapes[op.results[0]]
         flops = 2 * out.size * math.prod(shapes[0].dims[d] for d in numbers[0])
         moved = sum(s.nbytes for s in (*shapes, out))
@@ -363,7 +364,7 @@ class Estimator:
 
     def _loop_peak(self, loop: Any) -> int:
         if id(loop) not in self.inner:
-            block = Block(self.program, loop.body, loop.after)
+            block = Block(self.program, loop.body, loop.after, gpu=self.machine.gpu is not None)
             self.inner[id(loop)] = self._peak(block)[0]
         return self.inner[id(loop)]
 

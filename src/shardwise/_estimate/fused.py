@@ -1,18 +1,20 @@
 """Groups the operations of a partitioned step into kernels, as the compilers fuse them.
 
 Products, collectives, loops and library calls are kernels of their own. What lies between them is
-fused: operations of one level that feed each other stream through memory once, where the level of
-an operation counts the kernels and reductions that its values must wait for.
+fused: each value that must be in memory (an operand of such a kernel, a result of the step, a
+reduction) is made by one kernel, which computes everything from what is in memory already.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from .._hlo import Access, Shape
+from .orders import Orders, dims_of, numbers_of
 from .partition import Op, Program
 
 # Other names for the same memory.
@@ -35,9 +37,11 @@ _HEAVY = COLLECTIVES | {
 _SLICES = {"slice", "dynamic_slice", "all_slice"}
 _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8, "erf": 24,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
+# A row of a normalisation that one kernel still holds.
+_ROW = 16384
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Kernel:
     """One kernel, collective or loop.
 
@@ -47,6 +51,7 @@ class Kernel:
         reads: the values that it reads, each with the bytes of it that are read.
         writes: the values that it writes, each with its bytes.
         operations: its scalar operations.
+        size: the elements that it iterates over.
         level: how late it can run.
     """
 
@@ -55,6 +60,7 @@ class Kernel:
     reads: dict[int, int] = dataclasses.field(default_factory=dict)
     writes: dict[int, int] = dataclasses.field(default_factory=dict)
     operations: int = 0
+    size: int = 0
     level: int = 0
 
     @property
@@ -71,20 +77,28 @@ class Kernel:
 class Block:
     """The kernels of a list of operations, in the order in which a compiler would run them."""
 
-    def __init__(self, program: Program, ops: Sequence[Op], outputs: Sequence[int]):
+    def __init__(
+        self, program: Program, ops: Sequence[Op], outputs: Sequence[int], *, gpu: bool = True
+    ):
         """Groups the operations.
 
         Args:
             program: the step.
             ops: the operations of it, or of a loop's body.
             outputs: the values that are used afterwards.
+            gpu: whether they run on a GPU, where products read arrays in some orders alone.
         """
-        self.shapes = program.shapes
+        self.shapes, self.gpu = program.shapes, gpu
         self.ops = _scattered(list(ops))
         self.maker = {value: op for op in self.ops for value in op.results}
-        self.given = set(outputs)
         self.outputs = {self.root(value) for value in outputs}
-        self.kernels = self._ordered(self._grouped())
+        self.narrow: set[int] = set()
+        # The bytes of each value in memory that a value is computed from.
+        self.cones: dict[int, dict[int, int]] = {}
+        self.orders = Orders(self.shapes, self.ops)
+        self.kept = self._needed(outputs)
+        self._spread()
+        self.kernels = self._ordered(self._merged(self._grouped()))
 
     def root(self, value: int) -> int:
         """Returns the value whose memory this one shares."""
@@ -98,164 +112,310 @@ class Block:
                 break
         return seen
 
-    def sources(self, value: int) -> list[int]:
-        """Returns the values in memory that a value is made of wherever it is read."""
-        op = self.maker.get(value)
-        if op is not None and (op.kind in _TRANSPARENT | _ALIASES or self._widens(op)):
-            return [found for operand in op.operands for found in self.sources(operand)]
-        return [value]
-
-    def _widens(self, op: Op) -> bool:
-        """Returns whether an operation only casts to a wider dtype, wherever its result is read."""
-        if op.kind != "convert":
-            return False
-        given, made = self.shapes[op.operands[0]], self.shapes[op.results[0]]
-        return made.nbytes > given.nbytes and not self._fed.get(op.results[0])
-
-    @functools.cached_property
-    def _fed(self) -> dict[int, bool]:
-        """Whether each value is an operand of a kernel that is never fused, or is returned."""
-        found = dict.fromkeys(
-            (v for op in self.ops if op.kind in _HEAVY for v in op.operands), True
-        )
-        found |= dict.fromkeys(self.given, True)
-        return found
-
-    def _fusible(self, op: Op) -> bool:
-        return (
-            not self._widens(op)
-            and op.kind not in _HEAVY
-            and op.kind not in _TRANSPARENT
-            and op.kind not in _ALIASES
-        )
-
-    def _grouped(self) -> list[Kernel]:
-        level: dict[int, int] = {}
-        at: dict[int, int] = {}
-        group: dict[int, int] = {}
-
-        def find(i: int) -> int:
-            while group[i] != i:
-                group[i] = group[group[i]]
-                i = group[i]
-            return i
-
-        number = {id(op): i for i, op in enumerate(self.ops)}
-        for i, op in enumerate(self.ops):
-            base = max((level.get(v, 0) for v in op.operands), default=0)
-            at[i] = base
-            ends = op.kind in _HEAVY or op.kind in ("reduce", "dynamic_update_slice")
-            for value in op.results:
-                level[value] = base + 1 if ends else base
-            if not self._fusible(op):
-                continue
-            group[i] = i
-            for operand in op.operands:
-                for source in self.sources(operand):
-                    maker = self.maker.get(source)
-                    j = number.get(id(maker), -1)
-                    if (
-                        j in group
-                        and at[j] == base
-                        and self.maker[source].kind not in ("reduce", "dynamic_update_slice")
-                    ):
-                        group[find(i)] = find(j)
-        members: dict[int, list[Op]] = defaultdict(list)
-        kernels = []
-        for i, op in enumerate(self.ops):
-            if i in group:
-                members[find(i)].append(op)
-            elif op.kind in _HEAVY:
-                kernels.append(Kernel([op], True))
-        kernels += [Kernel(ops, False) for ops in members.values()]
-        self._fill(kernels)
-        return [k for k in kernels if k.heavy or k.writes or k.operations]
-
-    def _fill(self, kernels: list[Kernel]) -> None:
-        owner = {value: i for i, k in enumerate(kernels) for op in k.ops for value in op.results}
-        used: dict[int, set[int]] = defaultdict(set)
-        for i, kernel in enumerate(kernels):
-            for op in kernel.ops:
-                for operand in op.operands:
-                    for source in self.sources(operand):
-                        if owner.get(source) != i:
-                            used[source].add(i)
-                            self._read(kernel, op, source)
-                if op.kind == "while":
-                    for value in captured(op):
-                        for source in self.sources(value):
-                            used[source].add(i)
-                            kernel.reads.setdefault(source, 0)
-                if not kernel.heavy:
-                    costs = _COSTLY.get(op.kind, 1)
-                    first = op.operands if op.kind == "reduce" else op.results
-                    kernel.operations += costs * self.shapes[first[0]].size if first else 0
-        for kernel in kernels:
-            for op in kernel.ops:
-                for value in op.results:
-                    if op.kind == "while":
-                        continue
-                    kept = value in used or value in self.outputs
-                    if not (kernel.heavy or kept):
-                        continue
-                    if op.kind == "dynamic_update_slice":
-                        kernel.writes[value] = self.shapes[op.operands[1]].nbytes
-                    elif op.kind == "scatter":
-                        kernel.writes[value] = self.shapes[op.operands[-1]].nbytes
-                    else:
-                        kernel.writes[value] = self.shapes[value].nbytes
-
     def made_again(self, value: int) -> bool:
         """Returns whether no kernel writes a value, because it is made wherever it is read."""
         op = self.maker.get(value)
         return op is not None and op.kind in _TRANSPARENT
 
-    def _read(self, kernel: Kernel, op: Op, source: int) -> None:
-        size = self.shapes[source].nbytes
-        if op.kind in _SLICES | {"gather"}:
-            size = min(size, self.shapes[op.results[0]].nbytes)
-        elif op.kind == "dynamic_update_slice" and source in self.sources(op.operands[0]):
-            size = 0
-        elif op.kind == "scatter" and source in self.sources(op.operands[0]):
-            size = self.shapes[op.operands[-1]].nbytes
-        elif op.kind == "while":
-            size = 0
-        kernel.reads[source] = min(
-            self.shapes[source].nbytes, max(kernel.reads.get(source, 0), size)
-        )
+    def _behind(self, value: int) -> list[int]:
+        """Returns the values that a value only renames, repeats or rearranges."""
+        op = self.maker.get(value)
+        if op is not None and op.kind in _ALIASES | _TRANSPARENT:
+            return [found for operand in op.operands for found in self._behind(operand)]
+        return [value]
+
+    def _needed(self, outputs: Sequence[int]) -> set[int]:
+        """Returns the values that must be in memory: operands of other kernels, and results."""
+        found = {v for value in outputs for v in self._behind(value)}
+        for op in self.ops:
+            if op.kind not in _HEAVY:
+                continue
+            inside = captured(op) if op.kind == "while" else set()
+            found |= {v for operand in (*op.operands, *inside) for v in self._behind(operand)}
+            if op.kind == "dot_general":
+                self._mixed(op)
+        return found
+
+    def _mixed(self, op: Op) -> None:
+        """Notes the wider operand of a product, which a compiler stores in the narrower dtype."""
+        left, right = (self._behind(v) for v in op.operands[:2])
+        if len(left) != 1 or len(right) != 1:
+            return
+        sizes = [self.shapes[v[0]].nbytes / max(1, self.shapes[v[0]].size) for v in (left, right)]
+        if sizes == [4, 2] or sizes == [2, 4]:
+            self.narrow |= {(left if sizes[0] == 4 else right)[0]}
+
+    def _spread(self) -> None:
+        """Works out what each value is computed from, and keeps what is dear to compute again."""
+        users: dict[int, int] = defaultdict(int)
+        for op in self.ops:
+            for operand in set(op.operands):
+                if op.kind not in _ALIASES | _TRANSPARENT:
+                    for value in self._behind(operand):
+                        users[value] += 1
+        for op in self.ops:
+            if op.kind in _HEAVY or op.kind in ("reduce", "dynamic_update_slice"):
+                continue
+            cone: dict[int, int] = {}
+            for operand in op.operands:
+                for source, size in self.cone(operand).items():
+                    cone[source] = max(cone.get(source, 0), size)
+            for value in op.results:
+                size = self.shapes[value].nbytes
+                if op.kind in _SLICES:
+                    cone = {source: min(read, size) for source, read in cone.items()}
+                plain = op.kind not in _ALIASES | _TRANSPARENT
+                dear = users[value] > 1 and sum(cone.values()) > 1.01 * size
+                if plain and (dear or value in self.kept):
+                    self.kept.add(value)
+                self.cones[value] = cone
+
+    def cone(self, value: int) -> dict[int, int]:
+        """Returns the values in memory that a value is read or computed from, each with bytes."""
+        if value in self.kept or value not in self.cones:
+            return {value: self._bytes(value)}
+        return self.cones[value]
+
+    def _bytes(self, value: int) -> int:
+        size = self.shapes[value].nbytes
+        return size // 2 if value in self.narrow else size
+
+    def _grouped(self) -> list[Kernel]:
+        kernels: list[Kernel] = []
+        # By value and order: the value arranged so, or the value itself if it was made so.
+        arranged: dict[Any, int] = {}
+        for op in self.ops:
+            if op.kind in _HEAVY:
+                kernel = self._alone(op)
+                if op.kind == "dot_general" and self.gpu:
+                    kernels += self._arranged(op, kernel, arranged)
+                kernels.append(kernel)
+            elif op.kind in ("reduce", "dynamic_update_slice") or any(
+                value in self.kept for value in op.results
+            ):
+                if op.kind not in _ALIASES | _TRANSPARENT:
+                    kernels.append(self._fusion(op))
+        return kernels
+
+    def _alone(self, op: Op) -> Kernel:
+        kernel = Kernel([op], True)
+        for operand in op.operands:
+            for source, size in self.cone(operand).items():
+                if op.kind == "gather":
+                    size = min(size, self.shapes[op.results[0]].nbytes)
+                elif op.kind == "scatter" and operand == op.operands[0]:
+                    size = self.shapes[op.operands[-1]].nbytes
+                elif op.kind == "while":
+                    size = 0
+                kernel.reads[source] = max(kernel.reads.get(source, 0), size)
+        if op.kind == "while":
+            for value in captured(op):
+                for source in self.cone(value):
+                    kernel.reads.setdefault(source, 0)
+            return kernel
+        for value in op.results:
+            size = self.shapes[op.operands[-1] if op.kind == "scatter" else value].nbytes
+            kernel.writes[value] = size
+        return kernel
+
+    def _arranged(self, op: Op, kernel: Kernel, known: dict[Any, int]) -> list[Kernel]:
+        """Returns the copies that a product needs of operands in an order that it cannot read."""
+        numbers = numbers_of(op)
+        copies = []
+        for side, operand in enumerate(op.operands[:2]):
+            source = self._behind(operand)
+            batch, summed = numbers[2 + side], numbers[side]
+            if len(source) != 1 or self.orders.suits(operand, batch, summed):
+                continue
+            maker = self.maker.get(source[0])
+            flexible = maker is not None and maker.kind not in _HEAVY and source[0] in self.kept
+            order = (source[0], self.orders.of(operand), tuple(batch), tuple(summed))
+            if order not in known:
+                if flexible and not any(key[0] == source[0] for key in known):
+                    known[order] = source[0]  # its own kernel writes it so
+                else:
+                    made = len(self.shapes)
+                    self.shapes[made] = self.shapes[source[0]]
+                    known[order] = made
+                    size = self._bytes(source[0])
+                    copy = Op("transpose", (source[0],), (made,))
+                    copies.append(Kernel([copy], False, {source[0]: size}, {made: size}))
+            if (value := known[order]) != source[0]:
+                kernel.reads[value] = kernel.reads.pop(source[0], self._bytes(source[0]))
+        return copies
+
+    def _fusion(self, op: Op) -> Kernel:
+        kernel = Kernel([], False)
+        seen: set[int] = set()
+        todo = [op]
+        while todo:
+            each = todo.pop()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            kernel.ops.append(each)
+            if each.kind not in _ALIASES | _TRANSPARENT:
+                first = each.operands if each.kind == "reduce" else each.results
+                costs = _COSTLY.get(each.kind, 1)
+                kernel.operations += costs * self.shapes[first[0]].size if first else 0
+            for operand in each.operands:
+                maker = self.maker.get(operand)
+                if operand in self.cones and operand not in self.kept and maker is not None:
+                    todo.append(maker)
+        kernel.ops.reverse()
+        updates = op.kind == "dynamic_update_slice"
+        for operand in op.operands[1:] if updates else op.operands:
+            for source, size in self.cone(operand).items():
+                kernel.reads[source] = max(kernel.reads.get(source, 0), size)
+        if updates:
+            for source in self.cone(op.operands[0]):
+                kernel.reads.setdefault(source, 0)
+        for value in op.results:
+            kernel.writes[value] = (
+                self.shapes[op.operands[1]].nbytes if updates else self._bytes(value)
+            )
+        if op.kind in _SLICES:
+            kernel.reads = {v: min(n, self._bytes(op.results[0])) for v, n in kernel.reads.items()}
+        first = op.operands[1:] if updates else op.operands if op.kind == "reduce" else op.results
+        kernel.size = self.shapes[first[0]].size if first else 0
+        return kernel
+
+    def _merged(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Returns the kernels with those in one that a compiler fuses though each writes a value."""
+        for _ in range(4):
+            before = len(kernels)
+            kernels = self._siblings(self._rows(kernels))
+            if len(kernels) == before:
+                break
+        return kernels
+
+    def _rows(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Merges kernels with those that read their results next, over the same elements.
+
+        A reduction of rows, with the kernel that reads the rows again (as in a softmax); and what
+        writes an array, with a reduction of it.
+        """
+        readers: dict[int, list[Kernel]] = defaultdict(list)
+        owner: dict[int, Kernel] = {}
+        for kernel in kernels:
+            for value in kernel.reads:
+                readers[value].append(kernel)
+            owner |= dict.fromkeys(kernel.writes, kernel)
+        gone: set[Kernel] = set()
+        for kernel in kernels:
+            if kernel.heavy or not kernel.size:
+                continue
+            made = set(kernel.writes)
+            users = list(dict.fromkeys(k for value in made for k in readers[value]))
+            alike = [k for k in users if not k.heavy and k.size == kernel.size and k is not kernel]
+            reduces = kernel.op.kind == "reduce"
+            if reduces:
+                if not self._by_row(kernel.op):
+                    continue
+                if len(users) > 1:
+                    alike = [k for k in alike if k.op.kind == "reduce" and self._by_row(k.op)]
+            else:
+                alike = [k for k in alike if k.op.kind == "reduce"]
+            for other in alike:
+                rest = {v: n for v, n in other.reads.items() if v not in made}
+                largest = max(kernel.reads.values(), default=0)
+                new = any(8 * n > largest and v not in kernel.reads for v, n in rest.items())
+                # Another kernel must not stand between the two.
+                between = any(made & owner[v].reads.keys() for v in rest if v in owner)
+                if between or (reduces and new):
+                    continue
+                _join(other, kernel, made, keep=len(users) > 1 or not reduces)
+                gone.add(kernel)
+                owner |= dict.fromkeys(kernel.writes, other)
+                for value in kernel.reads:
+                    others = [k for k in readers[value] if k is not kernel and k is not other]
+                    readers[value] = [*others, other]
+                break
+        return [k for k in kernels if k not in gone]
+
+    def _by_row(self, op: Op) -> bool:
+        """Returns whether a reduction sums the fastest dims, few enough for one kernel to hold."""
+        dims, source = dims_of(op, "dimensions"), op.operands[0]
+        order = self.orders.of(source)
+        row = math.prod(self.shapes[source].dims[d] for d in dims)
+        return bool(dims) and set(order[len(order) - len(dims) :]) == set(dims) and row <= _ROW
+
+    def _siblings(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Merges kernels that read the same arrays in the same shape, none waiting for another."""
+        level = _levels(kernels)
+        places: dict[tuple[int, int], list[Kernel]] = defaultdict(list)
+        kept = []
+        for kernel, at in zip(kernels, level, strict=True):
+            if kernel.heavy or not kernel.size:
+                kept.append(kernel)
+                continue
+            for other in places[at, kernel.size]:
+                shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
+                if 2 * shared >= sum(kernel.reads.values()) and shared:
+                    _join(other, kernel, set(), keep=True)
+                    break
+            else:
+                places[at, kernel.size].append(kernel)
+                kept.append(kernel)
+        return kept
 
     def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
-        owner = {value: i for i, k in enumerate(kernels) for op in k.ops for value in op.results}
-        before: list[set[int]] = [set() for _ in kernels]
-        after: list[set[int]] = [set() for _ in kernels]
-        for i, kernel in enumerate(kernels):
-            for value in kernel.reads:
-                j = owner.get(value)
-                if j is not None and j != i:
-                    before[i].add(j)
-                    after[j].add(i)
-        waiting = [len(b) for b in before]
-        ready = [i for i, n in enumerate(waiting) if not n]
-        order = []
-        while ready:
-            i = ready.pop()
-            order.append(i)
-            for j in after[i]:
-                waiting[j] -= 1
-                if not waiting[j]:
-                    ready.append(j)
-        early = [0] * len(kernels)
-        for i in order:
-            early[i] = max((early[j] + 1 for j in before[i]), default=0)
+        before, after = _neighbours(kernels)
+        early = _levels(kernels)
         late = list(early)
-        for i in reversed(order):
+        for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
             if after[i]:
                 late[i] = min(late[j] for j in after[i]) - 1
-        for i, kernel in enumerate(kernels):
-            kernel.level = late[i]
-        done = set(order)
-        return [kernels[i] for i in sorted(done, key=lambda i: (late[i], not kernels[i].heavy, i))]
+        for kernel, level in zip(kernels, late, strict=True):
+            kernel.level = level
+        return [
+            kernels[i]
+            for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
+        ]
+
+
+def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
+    for value in made:
+        into.reads.pop(value, None)
+    for value, size in kernel.reads.items():
+        into.reads[value] = max(into.reads.get(value, 0), size)
+    into.operations += kernel.operations
+    into.ops = [*kernel.ops, *into.ops]
+    if keep:
+        into.writes |= kernel.writes
+    elif not into.writes.keys() & kernel.writes.keys():
+        into.writes |= {value: 0 for value in kernel.writes}
+
+
+def _neighbours(kernels: list[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
+    owner = {value: i for i, k in enumerate(kernels) for op in k.ops for value in op.results}
+    owner |= {value: i for i, k in enumerate(kernels) for value in k.writes}
+    before: list[set[int]] = [set() for _ in kernels]
+    after: list[set[int]] = [set() for _ in kernels]
+    for i, kernel in enumerate(kernels):
+        for value in kernel.reads:
+            j = owner.get(value)
+            if j is not None and j != i:
+                before[i].add(j)
+                after[j].add(i)
+    return before, after
+
+
+def _levels(kernels: list[Kernel]) -> list[int]:
+    """Returns for each kernel the length of the longest chain that it waits for."""
+    before, after = _neighbours(kernels)
+    waiting = [len(b) for b in before]
+    ready = [i for i, n in enumerate(waiting) if not n]
+    level = [0] * len(kernels)
+    while ready:
+        i = ready.pop()
+        for j in after[i]:
+            level[j] = max(level[j], level[i] + 1)
+            waiting[j] -= 1
+            if not waiting[j]:
+                ready.append(j)
+    return level
 
 
 def captured(loop: Op) -> set[int]:

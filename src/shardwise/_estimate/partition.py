@@ -41,6 +41,7 @@ class Op:
         results: the values it makes.
         attributes: what its price depends on, such as contracted dims.
         axes: the mesh axes of a collective, each with the size of the part that it runs over.
+        dims: the dims that a collective gathers or splits.
         location: where it comes from, as MLIR writes it.
         body: the operations of a loop's body; `inside` its arguments, `after` what they become.
         trips: how many times a loop runs.
@@ -51,6 +52,7 @@ class Op:
     results: tuple[int, ...]
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
     axes: tuple[tuple[str, int], ...] = ()
+    dims: tuple[int, ...] = ()
     location: str = ""
     body: list[Op] = dataclasses.field(default_factory=list)
     inside: tuple[int, ...] = ()
@@ -200,9 +202,12 @@ class _Reader:
         made = Op(kind, operands, tuple(results), location=str(op.location))
         if name in _COLLECTIVES:
             made.kind, attribute = _COLLECTIVES[name]
-            made.axes = self._axes(str(op.attributes[attribute]))
+            text = str(op.attributes[attribute])
+            made.axes, made.dims = self._axes(text), _split_dims(text)
             if kind == "collective_permute":
                 made.axes = made.axes or tuple(self.mesh.items())
+        elif name == "sdy.all_slice":
+            made.dims = _split_dims(str(op.attributes["slicing_axes"]))
         elif name == "stablehlo.while":
             yield self._while(op, made, known)
             return
@@ -260,6 +265,11 @@ _PRICED = {
     "gather",
     "sort",
 }
+
+
+def _split_dims(text: str) -> tuple[int, ...]:
+    """Returns the dims of a list of axes by dim that has any."""
+    return tuple(dim for dim, axes in enumerate(re.findall(r"\{([^}]*)\}", text)) if axes)
 
 
 def _named(op: Any) -> Iterator[Any]:
