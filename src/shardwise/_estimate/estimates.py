@@ -238,9 +238,15 @@ class Estimator:
         run.kinds["collective"] += link.seconds
         axes = ",".join(name for name in self.names if name in dict(op.axes))
         local = sum(self.shapes[v].nbytes for v in op.operands)
-        row = run.traffic[axes, op.kind]
-        row[0] += 1
-        row[1] += sent_bytes(_KINDS[op.kind], local, members)
+        sent = sent_bytes(_KINDS[op.kind], local, members)
+        kind, count = op.kind, 1
+        if kernel.windowed:
+            # A loop of permutes around the ring in both directions, with one shard ahead of it.
+            kind, count = "collective-permute", members + 1
+            sent = sent * (members + 1) // (members - 1)
+        row = run.traffic[axes, kind]
+        row[0] += count
+        row[1] += sent
         run.lines[user_place(op.frames) or "?"] += link.seconds
         return end
 

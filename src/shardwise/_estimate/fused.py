@@ -53,6 +53,7 @@ class Kernel:
         operations: its scalar operations.
         size: the elements that it iterates over.
         level: how late it can run.
+        windowed: whether it is computed in parts while shards travel (a TPU's collective matmul).
     """
 
     ops: list[Op]
@@ -62,6 +63,7 @@ class Kernel:
     operations: int = 0
     size: int = 0
     level: int = 0
+    windowed: bool = False
 
     @property
     def op(self) -> Op:
@@ -89,7 +91,7 @@ class Block:
             gpu: whether they run on a GPU, where products read arrays in some orders alone.
         """
         self.shapes, self.gpu = program.shapes, gpu
-        self.ops = _scattered(list(ops))
+        self.ops = _scattered(list(ops), gpu)
         self.maker = {value: op for op in self.ops for value in op.results}
         self.outputs = {self.root(value) for value in outputs}
         self.narrow: set[int] = set()
@@ -99,6 +101,8 @@ class Block:
         self.kept = self._needed(outputs)
         self._spread()
         self.kernels = self._ordered(self._merged(self._grouped()))
+        if not gpu:
+            self._window()
 
     def root(self, value: int) -> int:
         """Returns the value whose memory this one shares."""
@@ -306,8 +310,9 @@ class Block:
             if kernel.heavy or not kernel.size:
                 continue
             made = set(kernel.writes)
-            users = list(dict.fromkeys(k for value in made for k in readers[value]))
-            alike = [k for k in users if not k.heavy and k.size == kernel.size and k is not kernel]
+            found = dict.fromkeys(k for value in made for k in readers[value])
+            users = [k for k in found if k is not kernel and k not in gone]
+            alike = [k for k in users if not k.heavy and k.size == kernel.size]
             reduces = kernel.op.kind == "reduce"
             if reduces:
                 if not self._by_row(kernel.op):
@@ -375,6 +380,25 @@ class Block:
         ]
 
 
+    def _window(self) -> None:
+        """Marks the gathers that feed one product alone, the scatters of products, and those."""
+        readers: dict[int, list[Kernel]] = defaultdict(list)
+        owner: dict[int, Kernel] = {}
+        for kernel in self.kernels:
+            owner |= dict.fromkeys(kernel.writes, kernel)
+            for value in kernel.reads:
+                readers[value].append(kernel)
+        for kernel in self.kernels:
+            if kernel.op.kind == "all-gather":
+                near = [k for value in kernel.writes for k in readers[value]]
+            elif kernel.op.kind == "reduce-scatter":
+                near = [owner[value] for value in kernel.reads if value in owner]
+            else:
+                continue
+            if len(near) == 1 and near[0].op.kind == "dot_general":
+                kernel.windowed = near[0].windowed = True
+
+
 def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
     for value in made:
         into.reads.pop(value, None)
@@ -430,8 +454,10 @@ def captured(loop: Op) -> set[int]:
     return used - inside
 
 
-def _scattered(ops: list[Op]) -> list[Op]:
+def _scattered(ops: list[Op], gpu: bool) -> list[Op]:
     """Returns the operations with a reduce-scatter for each all-reduce of which a part is kept."""
+    # A TPU's compiler reduces what a scatter made before it takes a part.
+    whole = {value for op in ops if op.kind == "scatter" and not gpu for value in op.results}
     users: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         for operand in op.operands:
@@ -446,9 +472,12 @@ def _scattered(ops: list[Op]) -> list[Op]:
                 through.append(user[0])
                 value = user[0].results[0]
                 user = users[value]
-            if len(user) == 1 and user[0].kind == "all_slice" and not through:
+            sliced = len(user) == 1 and user[0].kind == "all_slice" and not through
+            if sliced and not whole & set(op.operands):
                 found.append(
-                    dataclasses.replace(op, kind="reduce-scatter", results=user[0].results)
+                    dataclasses.replace(
+                        op, kind="reduce-scatter", results=user[0].results, dims=user[0].dims
+                    )
                 )
                 gone.add(id(user[0]))
                 continue

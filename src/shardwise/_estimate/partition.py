@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from .._hlo import Shape
 from .._jax import mlir_bindings, module_bytes
 
@@ -28,6 +30,16 @@ _COLLECTIVES = {
     "sdy.reduce_scatter": ("reduce-scatter", "reduce_scatter_axes"),
     "sdy.all_to_all": ("all-to-all", "params"),
     "sdy.collective_permute": ("collective-permute", "out_sharding"),
+}
+
+
+# Inside a `shard_map`, collectives name devices in place of axes.
+_WRITTEN = {
+    "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "collective_permute": "collective-permute",
 }
 
 
@@ -111,6 +123,8 @@ class _Reader:
         self.shapes: dict[int, Shape] = {}
         self.functions: dict[str, Any] = {}
         self.constants: dict[int, int] = {}
+        # The axes over which types are local already, inside a `shard_map`.
+        self.manual: frozenset[str] = frozenset()
 
     def program(self, module: Any) -> Program:
         for op in module.body.operations:
@@ -156,7 +170,8 @@ class _Reader:
         each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]", sharding)
         if number < len(each):
             for dim, text in enumerate(re.findall(r"\{([^}]*)\}", each[number])[: len(dims)]):
-                ways = math.prod(size for _, size in self._axes(text))
+                axes = [size for name, size in self._axes(text) if name not in self.manual]
+                ways = math.prod(axes)
                 dims[dim] = -(-dims[dim] // ways)
         return Shape(name, tuple(dims))
 
@@ -188,6 +203,9 @@ class _Reader:
             for result, value in zip(op.results, outputs, strict=True):
                 known[result] = value
             return
+        if name == "sdy.manual_computation":
+            yield from self._shard_map(op, operands, known)
+            return
         sharding = ""
         for attribute in ("sdy.sharding", "out_sharding", "sharding"):
             if attribute in op.attributes:
@@ -206,6 +224,8 @@ class _Reader:
             made.axes, made.dims = self._axes(text), _split_dims(text)
             if kind == "collective_permute":
                 made.axes = made.axes or tuple(self.mesh.items())
+        elif name.startswith("stablehlo.") and kind in _WRITTEN:
+            made.kind, made.axes = _WRITTEN[kind], self._spanned(op)
         elif name == "sdy.all_slice":
             made.dims = _split_dims(str(op.attributes["slicing_axes"]))
         elif name == "stablehlo.while":
@@ -230,6 +250,30 @@ class _Reader:
         elif kind in _PRICED:
             made.attributes = {named.name: str(named.attr) for named in _named(op)}
         yield made
+
+    def _shard_map(self, op: Any, operands: tuple[int, ...], known: dict[Any, int]) -> Iterator[Op]:
+        block = op.regions[0].blocks[0]
+        inner = dict(known) | dict(zip(block.arguments, operands, strict=True))
+        outside = self.manual
+        self.manual = outside | {name for name, _ in self._axes(str(op.attributes["manual_axes"]))}
+        ops, outputs = self._block(block, inner)
+        self.manual = outside
+        yield from ops
+        for result, value in zip(op.results, outputs, strict=True):
+            known[result] = value
+
+    def _spanned(self, op: Any) -> tuple[tuple[str, int], ...]:
+        """Returns the axes that the devices of a collective differ in."""
+        names = ("replica_groups", "source_target_pairs")
+        text = next((str(op.attributes[n]) for n in names if n in op.attributes), "")
+        groups = re.findall(r"\[([\d, ]+)\]", text.partition(":")[0])
+        sizes = tuple(self.mesh.values())
+        spans: set[int] = set()
+        for group in groups[: math.prod(sizes)]:
+            devices = [int(n) for n in group.split(",")]
+            places = np.array(np.unravel_index(devices, sizes))
+            spans |= {i for i, row in enumerate(places) if len(set(row.tolist())) > 1}
+        return tuple(item for i, item in enumerate(self.mesh.items()) if i in spans)
 
     def _while(self, op: Any, made: Op, known: dict[Any, int]) -> Op:
         condition, body = op.regions[0].blocks[0], op.regions[1].blocks[0]

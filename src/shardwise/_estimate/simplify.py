@@ -10,12 +10,14 @@ from .partition import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
 _MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}
+_MOVED = {"all-gather", "all-to-all", "collective-permute", "all_slice"}
+_REPEATS = _MOVED | {"broadcast_in_dim", "reshape", "convert", "transpose", "sharding_constraint"}
 _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
 
 
 def simplified(program: Program) -> Program:
     """Returns the program without operations that are dead, or done before."""
-    ops = _live(program.ops, program.outputs)
+    ops = _live(_uniform(program.ops, set()), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
     outputs = tuple(renamed.get(value, value) for value in program.outputs)
@@ -33,6 +35,22 @@ def _live(ops: Sequence[Op], outputs: Collection[int]) -> list[Op]:
         wanted |= set(op.operands)
         kept.append(op)
     return kept[::-1]
+
+
+def _uniform(ops: Sequence[Op], known: set[int]) -> list[Op]:
+    """Returns the operations without collectives of arrays that are one number throughout."""
+    kept = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_uniform(op.body, set(known)))
+        elif op.kind == "constant" or (
+            op.kind in _REPEATS and all(value in known for value in op.operands)
+        ):
+            known.update(op.results)
+            if op.kind in _MOVED:
+                op = dataclasses.replace(op, kind="broadcast_in_dim", axes=())
+        kept.append(op)
+    return kept
 
 
 def _read(ops: Sequence[Op]) -> set[int]:
