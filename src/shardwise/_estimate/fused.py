@@ -53,7 +53,9 @@ class Kernel:
         operations: its scalar operations.
         size: the elements that it iterates over.
         level: how late it can run.
-        windowed: whether it is computed in parts while shards travel (a TPU's collective matmul).
+        windowed: in how many parts it is computed while shards travel (a TPU's collective
+            matmul); 0 if it is not.
+        summed: whether these parts are added up.
     """
 
     ops: list[Op]
@@ -63,7 +65,8 @@ class Kernel:
     operations: int = 0
     size: int = 0
     level: int = 0
-    windowed: bool = False
+    windowed: int = 0
+    summed: bool = False
 
     @property
     def op(self) -> Op:
@@ -97,7 +100,7 @@ class Block:
         self.narrow: set[int] = set()
         # The bytes of each value in memory that a value is computed from.
         self.cones: dict[int, dict[int, int]] = {}
-        self.orders = Orders(self.shapes, self.ops)
+        self.orders = Orders(self.shapes, self.ops, gpu)
         self.kept = self._needed(outputs)
         self._spread()
         self.kernels = self._ordered(self._merged(self._grouped()))
@@ -177,10 +180,11 @@ class Block:
     def cone(self, value: int) -> dict[int, int]:
         """Returns the values in memory that a value is read or computed from, each with bytes."""
         if value in self.kept or value not in self.cones:
-            return {value: self._bytes(value)}
+            return {value: self.nbytes(value)}
         return self.cones[value]
 
-    def _bytes(self, value: int) -> int:
+    def nbytes(self, value: int) -> int:
+        """Returns the bytes of a value as it is stored."""
         size = self.shapes[value].nbytes
         return size // 2 if value in self.narrow else size
 
@@ -191,7 +195,7 @@ class Block:
         for op in self.ops:
             if op.kind in _HEAVY:
                 kernel = self._alone(op)
-                if op.kind == "dot_general" and self.gpu:
+                if op.kind == "dot_general":
                     kernels += self._arranged(op, kernel, arranged)
                 kernels.append(kernel)
             elif op.kind in ("reduce", "dynamic_update_slice") or any(
@@ -232,6 +236,8 @@ class Block:
             if len(source) != 1 or self.orders.suits(operand, batch, summed):
                 continue
             maker = self.maker.get(source[0])
+            if maker is not None and maker.kind == "all-gather" and not self.gpu:
+                continue
             flexible = maker is not None and maker.kind not in _HEAVY and source[0] in self.kept
             order = (source[0], self.orders.of(operand), tuple(batch), tuple(summed))
             if order not in known:
@@ -241,11 +247,11 @@ class Block:
                     made = len(self.shapes)
                     self.shapes[made] = self.shapes[source[0]]
                     known[order] = made
-                    size = self._bytes(source[0])
+                    size = self.nbytes(source[0])
                     copy = Op("transpose", (source[0],), (made,))
                     copies.append(Kernel([copy], False, {source[0]: size}, {made: size}))
             if (value := known[order]) != source[0]:
-                kernel.reads[value] = kernel.reads.pop(source[0], self._bytes(source[0]))
+                kernel.reads[value] = kernel.reads.pop(source[0], self.nbytes(source[0]))
         return copies
 
     def _fusion(self, op: Op) -> Kernel:
@@ -276,10 +282,10 @@ class Block:
                 kernel.reads.setdefault(source, 0)
         for value in op.results:
             kernel.writes[value] = (
-                self.shapes[op.operands[1]].nbytes if updates else self._bytes(value)
+                self.shapes[op.operands[1]].nbytes if updates else self.nbytes(value)
             )
         if op.kind in _SLICES:
-            kernel.reads = {v: min(n, self._bytes(op.results[0])) for v, n in kernel.reads.items()}
+            kernel.reads = {v: min(n, self.nbytes(op.results[0])) for v, n in kernel.reads.items()}
         first = op.operands[1:] if updates else op.operands if op.kind == "reduce" else op.results
         kernel.size = self.shapes[first[0]].size if first else 0
         return kernel
@@ -396,7 +402,17 @@ class Block:
             else:
                 continue
             if len(near) == 1 and near[0].op.kind == "dot_general":
-                kernel.windowed = near[0].windowed = True
+                parts = math.prod(size for _, size in kernel.op.axes)
+                kernel.windowed = near[0].windowed = parts
+                near[0].summed = kernel.op.kind == "all-gather" and self._sums(near[0], kernel)
+
+    def _sums(self, product: Kernel, gather: Kernel) -> bool:
+        """Returns whether a product contracts the dim that is gathered for it."""
+        numbers = numbers_of(product.op)
+        for side, operand in enumerate(product.op.operands[:2]):
+            if set(self._behind(operand)) & gather.writes.keys():
+                return bool(set(gather.op.dims) & set(numbers[side]))
+        return False
 
 
 def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:

@@ -31,9 +31,9 @@ def dims_of(op: Op, attribute: str) -> list[int]:
 class Orders:
     """For each value, its dims from the slowest to the fastest in memory."""
 
-    def __init__(self, shapes: Mapping[int, Shape], ops: Sequence[Op]):
+    def __init__(self, shapes: Mapping[int, Shape], ops: Sequence[Op], gpu: bool):
         """Follows the operations: products write in order, everything else keeps what it reads."""
-        self.shapes = shapes
+        self.shapes, self.gpu = shapes, gpu
         self.found: dict[int, Order] = {}
         for op in ops:
             for value in op.results:
@@ -55,7 +55,7 @@ class Orders:
             gone = dims_of(op, "dimensions")
             kept = [d for d in self.of(op.operands[0]) if d not in gone]
             return tuple(sorted(kept).index(d) for d in kept)
-        if op.kind == "all-gather":
+        if op.kind == "all-gather" and self.gpu:
             rank = range(len(self.shapes[value].dims))
             split = op.dims
             # Shards arrive one after the other: the gathered dim becomes the slowest.

@@ -266,6 +266,8 @@ class _Reader:
         """Returns the axes that the devices of a collective differ in."""
         names = ("replica_groups", "source_target_pairs")
         text = next((str(op.attributes[n]) for n in names if n in op.attributes), "")
+        if "mesh_axes" in text:
+            return self._axes(text)
         groups = re.findall(r"\[([\d, ]+)\]", text.partition(":")[0])
         sizes = tuple(self.mesh.values())
         spans: set[int] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
 
 def simplified(program: Program) -> Program:
     """Returns the program without operations that are dead, or done before."""
-    ops = _live(_uniform(program.ops, set()), program.outputs)
+    ops = _live(_added_first(program, _uniform(program.ops, set())), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
     outputs = tuple(renamed.get(value, value) for value in program.outputs)
@@ -50,6 +51,38 @@ def _uniform(ops: Sequence[Op], known: set[int]) -> list[Op]:
             if op.kind in _MOVED:
                 op = dataclasses.replace(op, kind="broadcast_in_dim", axes=())
         kept.append(op)
+    return kept
+
+
+def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with updates added where they are, and the sums scattered then.
+
+    Shardy gathers the updates of a scatter whose result is split, such as an embedding's gradient.
+    """
+    made = {value: op for op in ops for value in op.results}
+    shapes = program.shapes
+    kept: list[Op] = []
+    for op in ops:
+        gathers = [made.get(value) for value in op.operands[1:]] if op.kind == "scatter" else []
+        if len(gathers) != 2 or any(g is None or g.kind != "all-gather" for g in gathers):
+            kept.append(op)
+            continue
+        indices, updates = gathers
+        assert indices is not None and updates is not None
+        local = shapes[op.results[0]]
+        ways = math.prod(size for _, size in updates.axes)
+        if not local.dims or local.nbytes * ways > 8 * shapes[updates.results[0]].nbytes:
+            kept.append(op)
+            continue
+        whole = len(shapes)
+        shapes[whole] = dataclasses.replace(local, dims=(local.dims[0] * ways, *local.dims[1:]))
+        given = (op.operands[0], indices.operands[0], updates.operands[0])
+        kept.append(dataclasses.replace(op, operands=given, results=(whole,)))
+        kept.append(
+            dataclasses.replace(
+                updates, kind="reduce-scatter", operands=(whole,), results=op.results, dims=(0,)
+            )
+        )
     return kept
 
 

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -155,15 +156,9 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
     if declared:
         stated = json.loads(declared[1]).get("flops")
         return None if stated is None else int(stated)
-    splash = _SPLASH.search(instruction.op_name)
-    # Integers describe the blocks of the mask.
-    attended = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype in _FLOATS]
-    if splash and len(attended) >= 2:
-        q, k = attended[:2]
-        # Causal: half of the scores are computed. Of a window's, the blocks that a table lists.
-        blocks = next((s.dims[-2:] for s in shapes if len(s.dims) == 3 and s.dtype == "s8"), (1, 1))
-        share = min(0.5, min(blocks) / max(blocks))
-        return int(2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[splash[1]] * share)
+    splash = splash_flops(instruction.op_name, shapes)
+    if splash is not None:
+        return splash
     fmha = _FMHA.match(target)
     if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
         # Two products forward, five backward, halved by a causal mask.
@@ -224,3 +219,22 @@ def _window(text: str) -> dict[str, Any]:
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def splash_flops(name: str, shapes: Sequence[Shape]) -> int | None:
+    """Returns the operations of one of a TPU's attention kernels; None if the name is not of one.
+
+    Args:
+        name: where it comes from, such as `splash_mha_fwd_residuals/pallas_call`.
+        shapes: its operands.
+    """
+    kernel = _SPLASH.search(name)
+    # Integers describe the blocks of the mask.
+    attended = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype in _FLOATS]
+    if kernel is None or len(attended) < 2:
+        return None
+    q, k = attended[:2]
+    # Causal: half of the scores are computed. Of a window's, the blocks that a table lists.
+    blocks = next((s.dims[-2:] for s in shapes if len(s.dims) == 3 and s.dtype == "s8"), (1, 1))
+    share = min(0.5, min(blocks) / max(blocks))
+    return int(2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[kernel[1]] * share)
