@@ -12,7 +12,7 @@ import numpy as np
 from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, splash_flops, user_place
-from .._time import SPREAD, Machine, Price
+from .._time import SPREAD, Link, Machine, Price
 from .fused import COLLECTIVES, Block, Kernel, size_of
 from .orders import numbers_of
 from .partition import Program
@@ -22,8 +22,8 @@ _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "p
           "all-to-all": "all_to_all", "collective-permute": "ppermute"}  # fmt: skip
 # What a TPU's compiler takes for temporary arrays, of those that are alive at once: it copies
 # between layouts and keeps shards of collective matmuls twice (1.33 to 1.40 in compiled steps).
-_TPU_TEMPORARY = 1.35
-
+# A GPU's combines collectives, whose arrays are then alive together (0.93 to 1.28).
+_TPU_TEMPORARY, _GPU_TEMPORARY = 1.35, 1.05
 
 
 @public
@@ -181,6 +181,7 @@ class Estimator:
         run = _Run()
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
+        joined = self._combined(block, from_start)
         for number, kernel in enumerate(block.kernels):
             op = kernel.op
             inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
@@ -194,7 +195,7 @@ class Estimator:
                 end = now
             elif op.kind in COLLECTIVES and kernel.heavy:
                 start = inputs if number in from_start else max(now, inputs)
-                end = self._collective(kernel, start, links, run)
+                end = self._collective(kernel, start, links, run, joined.get(number))
                 if self.machine.gpu is None and not kernel.windowed:
                     # This compiler runs them one after the other with what computes.
                     run.parts["communication"] += max(0.0, end - now)
@@ -233,13 +234,44 @@ class Estimator:
                 here.update(kernel.op.results)
         return found
 
-    def _collective(self, kernel: Kernel, start: float, links: Any, run: _Run) -> float:
+    def _combined(self, block: Block, from_start: set[int]) -> dict[int, int]:
+        """Returns the bytes of collectives that a GPU's compiler combines, by the last of each.
+
+        All but the last of them have 0: gathers that are needed at once, and reductions of which
+        nothing but results of the block is made.
+        """
+        found: dict[int, int] = {}
+        if self.machine.gpu is None:
+            return found
+        needed = {v for k in block.kernels for v in k.reads}
+        open_ones: dict[Any, list[int]] = {}
+        for number, kernel in enumerate(block.kernels):
+            op = kernel.op
+            if not kernel.heavy or op.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
+                continue
+            if op.kind == "all-gather":
+                if number in from_start:
+                    open_ones.setdefault((op.kind, op.axes, kernel.level), []).append(number)
+            elif not any(v in needed for v in op.results) or size_of(self.shapes, op) < 2**16:
+                open_ones.setdefault((op.kind, op.axes), []).append(number)
+        for numbers in open_ones.values():
+            sizes = [size_of(self.shapes, block.kernels[n].op) for n in numbers]
+            found |= dict.fromkeys(numbers, 0)
+            found[numbers[-1]] = sum(sizes)
+        return found
+
+    def _collective(
+        self, kernel: Kernel, start: float, links: Any, run: _Run, combined: int | None
+    ) -> float:
         op = kernel.op
         members = math.prod(size for _, size in op.axes)
         if members <= 1:
             return start
-        size = size_of(self.shapes, op)
-        link = self.machine.link(op.kind, size, self._groups(op))
+        size = size_of(self.shapes, op) if combined is None else combined
+        if size:
+            link = self.machine.link(op.kind, size, self._groups(op))
+        else:
+            link = Link("none", 0.0)
         begin = max(start, links.get(link.name, 0.0))
         end = begin + link.seconds
         links[link.name] = end
@@ -373,12 +405,11 @@ class Estimator:
             inner = 0
             if kernel.op.kind == "while":
                 inner = self._loop_peak(kernel.op)
-                for value in kernel.op.operands:
+                for value in kernel.op.results:
                     # Stacks that the loop fills begin as a constant, which is written once.
-                    root = block.root(value)
-                    if block.made_again(root) and root not in alive:
-                        alive[root] = self.shapes[root].nbytes
-                        total += alive[root]
+                    if block.root(value) == value and value not in block.outputs:
+                        alive[value] = self.shapes[value].nbytes
+                        total += alive[value]
             for value, size in kernel.writes.items():
                 root = block.root(value)
                 kept = root in alive or root not in block.maker
@@ -406,6 +437,7 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
     off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in run.kinds.items()))
     off = max(off, 0.08 * run.seconds)
     seconds = machine.at_least(run.seconds)
+    temporary = _TPU_TEMPORARY if machine.gpu is None else _GPU_TEMPORARY
     state = sum(program.shapes[v].nbytes for v in program.arguments)
     table: dict[str, dict[str, tuple[int, int]]] = {}
     for (axes, kind), (count, sent) in run.traffic.items():
@@ -417,8 +449,8 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
         low=max(0.0, seconds - off),
         high=seconds + off,
         parts={name: value for name, value in run.parts.items() if value > 0},
-        peak_bytes=state + int(run.peak * (1.0 if machine.gpu is not None else _TPU_TEMPORARY)),
-        peak_bound=state + int(run.bound * (1.0 if machine.gpu is not None else _TPU_TEMPORARY)),
+        peak_bytes=state + int(temporary * run.peak),
+        peak_bound=state + int(temporary * run.bound),
         capacity=machine.chips.chip.capacity_bytes,
         state_bytes=state,
         by_axis=table,

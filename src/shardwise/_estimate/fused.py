@@ -114,7 +114,10 @@ class Block:
             if op.kind in _ALIASES or op.kind == "dynamic_update_slice":
                 seen = op.operands[0]
             elif op.kind == "while":
-                seen = op.operands[op.results.index(seen)]
+                begin = self.root(op.operands[op.results.index(seen)])
+                if self.made_again(begin):
+                    break  # a stack that the loop fills: each has its own memory
+                seen = begin
             else:
                 break
         return seen
@@ -384,7 +387,6 @@ class Block:
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
         ]
-
 
     def _window(self) -> None:
         """Marks the gathers that feed one product alone, the scatters of products, and those."""

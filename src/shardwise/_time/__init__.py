@@ -4,6 +4,7 @@ from .calibration import Calibration as Calibration
 from .calibration import load_calibration as load_calibration
 from .kernels import attention_seconds as attention_seconds
 from .kernels import product_seconds as product_seconds
+from .links import Link as Link
 from .price import SPREAD as SPREAD
 from .price import Price as Price
 from .rates import gpu_rates as gpu_rates
