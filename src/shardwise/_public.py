@@ -41,6 +41,9 @@ from ._processes import Processes as Processes
 from ._processes import ProcessesDiffer as ProcessesDiffer
 from ._processes import distributed as distributed
 from ._report import Report as Report
+from ._search import Candidate as Candidate
+from ._search import Found as Found
+from ._search import search as search
 from ._simulate import Event as Event
 from ._simulate import Shards as Shards
 from ._simulate import Simulation as Simulation

@@ -6,5 +6,6 @@ from .chips import Chip as Chip
 from .chips import Chips as Chips
 from .chips import gpu_of_kind as gpu_of_kind
 from .chips import parse_chips as parse_chips
+from .chips import tpu_slices as tpu_slices
 from .rings import MODEL as MODEL
 from .rings import sent_bytes as sent_bytes

@@ -16,7 +16,6 @@ from .._time import SPREAD, Link, Machine, Price
 from .fused import COLLECTIVES, Block, Kernel, size_of
 from .orders import numbers_of
 from .partition import Program
-from .simplify import simplified
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
           "all-to-all": "all_to_all", "collective-permute": "ppermute"}  # fmt: skip
@@ -432,7 +431,6 @@ class Estimator:
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:
     """Returns what a partitioned step takes on some chips."""
-    program = simplified(program)
     run = Estimator(program, machine).run()
     off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in run.kinds.items()))
     off = max(off, 0.08 * run.seconds)

@@ -8,10 +8,11 @@ from typing import Any
 from .._base import public
 from .._compile import lowered_step, step_machine, tokens_of
 from .._layout import Layout, Method, require_layout
-from .._mesh import show_mesh
-from .._time import load_calibration
+from .._mesh import AnyMesh, show_mesh
+from .._time import Calibration, load_calibration
 from .estimates import Estimate, estimate_of
-from .partition import partition
+from .partition import Program, partition
+from .simplify import simplified
 
 
 @public
@@ -52,13 +53,39 @@ def estimate(
         >>> sw.estimate(recipe, layout).state_bytes
         8519684
     """
+    return partition_step(recipe, layout, inputs, method, calibration=calibration).on(layout.mesh)
+
+
+class Partitioned:
+    """A step as Shardy partitions it, to be priced on meshes with the same axes in any order."""
+
+    def __init__(self, program: Program, tokens: int | None, calibration: Calibration | None):
+        """Takes the simplified program."""
+        self.program, self.tokens, self.calibration = program, tokens, calibration
+
+    def on(self, mesh: AnyMesh) -> Estimate:
+        """Returns what the step takes on a mesh."""
+        machine = step_machine(mesh, self.calibration)
+        assert machine is not None  # the same chips as before
+        return estimate_of(self.program, machine, self.tokens)
+
+
+def partition_step(
+    recipe: Any,
+    layout: Layout,
+    inputs: Any = None,
+    method: Method = None,
+    *,
+    calibration: str | os.PathLike[str] | None = None,
+) -> Partitioned:
+    """Returns a step as one device of its mesh runs it; see `estimate`."""
     mesh = require_layout(layout).mesh
-    machine = step_machine(mesh, load_calibration(calibration) if calibration is not None else None)
-    if machine is None:
+    measured = load_calibration(calibration) if calibration is not None else None
+    if step_machine(mesh, measured) is None:
         raise ValueError(
             f"the mesh {show_mesh(mesh)} has no chips with known rates: make it with "
             f"on='h100:8x8' or on='v5p:4x8x8'"
         )
     job, lowered = lowered_step(recipe, layout, inputs, method)
     program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
-    return estimate_of(program, machine, tokens_of(job.batch))
+    return Partitioned(simplified(program), tokens_of(job.batch), measured)

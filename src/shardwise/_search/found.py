@@ -1,0 +1,304 @@
+"""What a search found: candidates with what they take, ranked, and why one beats another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .._base import public, show_bytes, show_seconds
+from .._compile import Compiled
+from .._estimate import Estimate
+from .._layout import Layout
+from .._nnx import Recipe
+from .space import Choice
+
+
+@public
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One layout that a search looked at, with what a step would take.
+
+    Attributes:
+        choice: chips, mesh, strategy, remat and accumulation.
+        estimate: from the partitioned program (modelled).
+        compiled: from the chips' own compiler; None if it was not compiled.
+        price: dollars for an hour of one chip; None if it was not given.
+        recipe: what `sw.compile`, `sw.train_step` and `sw.fit` take.
+        layout: its layout.
+    """
+
+    choice: Choice
+    estimate: Estimate
+    recipe: Recipe
+    layout: Layout
+    compiled: Compiled | None = None
+    price: float | None = None
+
+    @property
+    def chips(self) -> str:
+        """The chips."""
+        return self.choice.chips
+
+    @property
+    def mesh(self) -> str:
+        """The mesh, as `sw.mesh` takes it."""
+        return self.choice.mesh
+
+    @property
+    def strategy(self) -> str:
+        """The strategy's name."""
+        return self.choice.strategy
+
+    @property
+    def remat(self) -> str | None:
+        """The remat policy of the model's blocks; None for none, "" for the recipe's own."""
+        return self.choice.remat
+
+    @property
+    def accumulate(self) -> int:
+        """In how many microbatches the batch is processed."""
+        return self.choice.accumulate
+
+    @property
+    def seconds(self) -> float:
+        """One step (modelled): of the compiled program, if there is one."""
+        if self.compiled is not None and self.compiled.time is not None:
+            return self.compiled.time.seconds
+        return self.estimate.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        """The memory of one device at its peak: compiled, or modelled."""
+        if self.compiled is not None and self.compiled.memory is not None:
+            return self.compiled.memory.peak
+        return self.estimate.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within a device's memory."""
+        if self.compiled is not None:
+            return bool(self.compiled.fits)
+        return self.estimate.fits
+
+    @property
+    def mfu(self) -> float:
+        """The share of the chips' peak that the model's own operations use."""
+        if self.compiled is not None and self.compiled.time is not None:
+            return self.compiled.time.mfu or 0.0
+        return self.estimate.mfu or 0.0
+
+    @property
+    def bound(self) -> str:
+        """The largest part of the step."""
+        if self.compiled is not None and self.compiled.time is not None:
+            return self.compiled.time.bound
+        return self.estimate.bound
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return self.layout.mesh.size
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars for one step; None without a price."""
+        if self.price is None:
+            return None
+        from .._chips import parse_chips
+
+        chips = self.devices // parse_chips(self.chips).chip.devices_per_chip
+        return self.price * chips * self.seconds / 3600
+
+    @property
+    def label(self) -> str:
+        """`compiled` or `modelled`: where the figures come from."""
+        return "compiled" if self.compiled is not None else "modelled"
+
+    @property
+    def command(self) -> str:
+        """The options of the command line that ask for this candidate."""
+        text = f"--on {self.chips} --mesh {self.mesh} --strategy {self.strategy}"
+        if self.remat != "":
+            text += f" --remat {self.remat or 'none'}"
+        return text + (f" --accumulate {self.accumulate}" if self.accumulate > 1 else "")
+
+    def __str__(self) -> str:
+        """Returns one line."""
+        fits = "fits" if self.fits else "does not fit"
+        return (
+            f"{self.mesh} {self.strategy} on {self.chips}: {show_seconds(self.seconds)} per step, "
+            f"{show_bytes(self.peak_bytes)} ({self.label}), {fits}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plain data that `--format json` prints."""
+        return {
+            "chips": self.chips,
+            "mesh": self.choice.sizes,
+            "strategy": self.strategy,
+            "remat": self.remat,
+            "accumulate": self.accumulate,
+            "seconds": self.seconds,
+            "low": self.estimate.low,
+            "high": self.estimate.high,
+            "estimated_seconds": self.estimate.seconds,
+            "peak_bytes": self.peak_bytes,
+            "estimated_peak_bytes": self.estimate.peak_bytes,
+            "capacity_bytes": self.estimate.capacity,
+            "fits": self.fits,
+            "mfu": self.mfu,
+            "bound": self.bound,
+            "cost": self.cost,
+            "label": self.label,
+            "command": self.command,
+        }
+
+
+def rank(candidates: list[Candidate]) -> list[Candidate]:
+    """Returns the candidates, those that fit first, fastest first."""
+    return sorted(candidates, key=lambda c: (not c.fits, c.seconds, c.peak_bytes, c.mesh))
+
+
+@public
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a search found. Returned by `sw.search`.
+
+    Attributes:
+        candidates: those that were priced, those that fit first, fastest first.
+        remedies: where nothing fits: what would, with more chips, remat or accumulation.
+        notes: what was not tried and why, and where the compiler changed the ranking.
+        stopped: why the search ended early; empty if it did not.
+        seconds: how long the search took (measured).
+    """
+
+    candidates: tuple[Candidate, ...]
+    remedies: tuple[Candidate, ...] = ()
+    notes: tuple[str, ...] = ()
+    stopped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest candidate that fits.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        fitting = [c for c in self.candidates if c.fits]
+        if not fitting:
+            raise ValueError(self._nothing())
+        return min(fitting, key=lambda c: (c.compiled is None, c.seconds))
+
+    @property
+    def smallest(self) -> Candidate:
+        """The candidate with the lowest peak memory."""
+        return min(self.candidates, key=lambda c: (not c.fits, c.peak_bytes))
+
+    @property
+    def cheapest(self) -> Candidate | None:
+        """The candidate that fits at the lowest cost of a step; None without prices."""
+        priced = [c for c in self.candidates if c.fits and c.cost is not None]
+        return min(priced, key=lambda c: (c.cost, c.seconds), default=None)
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """The candidates that fit and that no other one beats in both time and memory."""
+        kept: list[Candidate] = []
+        fitting = [c for c in self.candidates if c.fits]
+        for each in sorted(fitting, key=lambda c: (c.seconds, c.peak_bytes)):
+            if not kept or each.peak_bytes < kept[-1].peak_bytes:
+                kept.append(each)
+        return tuple(kept)
+
+    def explain(self, one: Candidate, other: Candidate) -> str:
+        """Returns why one candidate is faster or smaller than another, in bytes and milliseconds."""
+        lines = [f"A  {one}", f"B  {other}", ""]
+        gap = one.seconds - other.seconds
+        faster, slower = ("A", "B") if gap <= 0 else ("B", "A")
+        lines.append(f"{faster} is {show_seconds(abs(gap))} faster than {slower} ({one.label}):")
+        for part in sorted({*one.estimate.parts, *other.estimate.parts}):
+            a, b = (c.estimate.parts.get(part, 0.0) for c in (one, other))
+            if max(a, b) > 0.002 * max(one.seconds, other.seconds):
+                lines.append(f"  {part}: {show_seconds(a)} in A, {show_seconds(b)} in B (modelled)")
+        axes = sorted({*one.estimate.by_axis, *other.estimate.by_axis})
+        for axis in axes:
+            sent = [
+                sum(n for _, n in c.estimate.by_axis.get(axis, {}).values()) for c in (one, other)
+            ]
+            lines.append(
+                f"  sent over {axis} by each device: {show_bytes(sent[0])} in A, "
+                f"{show_bytes(sent[1])} in B (modelled)"
+            )
+        for name, figures in (
+            ("parameters, optimizer and batch", [c.estimate.state_bytes for c in (one, other)]),
+            ("peak memory", [c.peak_bytes for c in (one, other)]),
+        ):
+            lines.append(f"  {name}: {show_bytes(figures[0])} in A, {show_bytes(figures[1])} in B")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        """Returns the table of candidates, and what was noticed."""
+        lines = [_table(list(self.candidates[:12]))]
+        if len(self.candidates) > 12:
+            lines.append(f"and {len(self.candidates) - 12} more")
+        if not any(c.fits for c in self.candidates):
+            lines += ["", self._nothing()]
+        if self.remedies:
+            lines += ["", _table(list(self.remedies))]
+        lines += [f"note: {note}" for note in self.notes]
+        if self.stopped:
+            lines.append(f"stopped early: {self.stopped}")
+        return "\n".join(lines)
+
+    def _nothing(self) -> str:
+        if not self.candidates:
+            return "nothing was priced: " + ("; ".join(self.notes) or "the space is empty")
+        least = min(self.candidates, key=lambda c: c.peak_bytes)
+        text = (
+            f"nothing fits on {least.chips}: the smallest, {least.mesh} {least.strategy}, needs "
+            f"{show_bytes(least.peak_bytes)} of {show_bytes(least.estimate.capacity)} ({least.label})"
+        )
+        return text + ("; what would fit:" if self.remedies else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the plain data that `--format json` prints."""
+        fitting = any(c.fits for c in self.candidates)
+        place = {id(c): i for i, c in enumerate(self.candidates)}
+        cheapest = self.cheapest
+        return {
+            "candidates": [c.to_dict() for c in self.candidates],
+            "best": place[id(self.best)] if fitting else None,
+            "smallest": place[id(self.smallest)] if self.candidates else None,
+            "cheapest": place[id(cheapest)] if cheapest is not None else None,
+            "front": [place[id(c)] for c in self.front],
+            "remedies": [c.to_dict() for c in self.remedies],
+            "notes": list(self.notes),
+            "stopped": self.stopped,
+            "seconds": self.seconds,
+        }
+
+
+def _table(candidates: list[Candidate]) -> str:
+    head = ["", "mesh", "strategy", "remat", "parts", "step", "peak", "of", "MFU", "bound by", ""]
+    several = len({c.chips for c in candidates}) > 1
+    priced = any(c.cost is not None for c in candidates)
+    rows = [head + (["$/step"] if priced else []) + (["chips"] if several else [])]
+    for number, c in enumerate(candidates, 1):
+        row = [
+            str(number), c.mesh, c.strategy, _remat(c.remat), str(c.accumulate),
+            show_seconds(c.seconds), show_bytes(c.peak_bytes), show_bytes(c.estimate.capacity),
+            f"{c.mfu:.0%}", c.bound, c.label if c.fits else f"{c.label}, does not fit",
+        ]  # fmt: skip
+        row += [f"{c.cost:.4f}" if c.cost is not None else ""] if priced else []
+        rows.append(row + ([c.chips] if several else []))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _remat(policy: str | None) -> str:
+    short = {"dots_with_no_batch_dims_saveable": "dots", "nothing_saveable": "all", "": "as given"}
+    return "none" if policy is None else short.get(policy, policy)

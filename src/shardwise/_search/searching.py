@@ -1,0 +1,117 @@
+"""`sw.search`: arithmetic prunes, partitioned programs rank, the compiler proves the best few."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .._base import public
+from .._chips import parse_chips
+from .._nnx import Recipe
+from .found import Found
+from .stages import Searcher
+from .topologies import growing
+
+Progress = Callable[[str], None]
+
+
+@public
+def search(
+    recipe: Recipe,
+    on: str | Sequence[str],
+    *,
+    mesh: str | Mapping[str, int] | None = None,
+    strategy: str | None = None,
+    axes: Mapping[str, int] | None = None,
+    remat: str | None = "free",
+    accumulate: int | None = None,
+    compile: int = 3,
+    limit: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Found:
+    """Returns the layouts of a step on some chips, ranked by how long a step takes.
+
+    Arithmetic drops what cannot fit, the partitioned program ranks the rest without compiling, and
+    the chips' own compiler proves the best. The global batch is never changed. Ctrl-C and the time
+    limit return what is known by then.
+
+    Args:
+        recipe: the model, loss, optimizer and batch.
+        on: the chips, such as `"v5p:4x8x8"`; several; or a chip alone, `"v5p"`, to ask how many.
+        mesh: a fixed mesh, such as `"data=8,model=4"`.
+        strategy: a fixed strategy, such as `"fsdp+tensor"`.
+        axes: fixed sizes of some axes, of `data`, `fsdp` and `model`.
+        remat: a fixed remat policy for the model's blocks; None for none.
+        accumulate: a fixed number of microbatches.
+        compile: how many of the best to prove with the compiler; 0 for none.
+        limit: seconds after which to stop ranking.
+        prices: dollars for an hour of one chip, by its name.
+        calibration: the file that `shardwise chips measure` wrote.
+        progress: called with a line at each step.
+
+    Raises:
+        ValueError: there are no such chips, or a fixed part does not exist.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(4096, 4096, use_bias=False, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((64, 4096), "float32"))
+        >>> found = sw.search(recipe, "h100:1x8", compile=0)
+        >>> found.best.devices
+        8
+    """
+    if not isinstance(recipe, Recipe):
+        raise ValueError("sw.search takes a sw.Recipe: a model alone has no loss and no batch")
+    began = time.monotonic()
+    names = [on] if isinstance(on, str) else list(on)
+    if not names:
+        raise ValueError("on= names no chips: give 'v5p:4x8x8', several of these, or 'v5p'")
+    for name in prices or {}:
+        parse_chips(f"{name}:{_one(name)}")
+    searcher = Searcher(
+        recipe,
+        mesh=mesh,
+        strategy=strategy,
+        axes=axes,
+        remat=remat,
+        accumulate=accumulate,
+        prices=dict(prices or {}),
+        calibration=calibration,
+        deadline=began + limit if limit is not None else None,
+        progress=progress or (lambda line: None),
+    )
+    stopped = ""
+    try:
+        for name in names:
+            if ":" in name:
+                searcher.rank(str(parse_chips(name)))
+            else:
+                growing(searcher, name)
+        if compile:
+            searcher.prove(compile)
+        if not any(c.fits for c in searcher.ranked()):
+            searcher.remedy(names, prove=bool(compile))
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    except TimeoutError:
+        stopped = f"the time limit of {limit:g} s"
+    return Found(
+        candidates=tuple(searcher.ranked()),
+        remedies=tuple(searcher.remedies),
+        notes=tuple(searcher.notes),
+        stopped=stopped,
+        seconds=time.monotonic() - began,
+    )
+
+
+def _one(name: str) -> str:
+    from .._chips import CHIPS
+
+    chip: Any = CHIPS.get(name)
+    return "x".join(["1"] * (chip.dims if chip is not None else 2))
