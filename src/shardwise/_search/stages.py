@@ -338,9 +338,8 @@ class Searcher:
 
 def _width(dtype: Any) -> int:
     """Returns the bytes of one element; a random key counts as two words."""
-    return (
-        8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else jax.numpy.dtype(dtype).itemsize
-    )
+    key = jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+    return 8 if key else jax.numpy.dtype(dtype).itemsize
 
 
 def _order(candidate: Candidate) -> tuple[bool, float]:
