@@ -335,8 +335,8 @@ class Estimator:
         moved = sum(s.nbytes for s in (*shapes, out))
         summed = math.prod(shapes[0].dims[d] for d in numbers[0])
         batch = math.prod(shapes[0].dims[d] for d in numbers[2])
-        if batch * summed >= min(shape.size for shape in shapes):
-            # Of a vector: computed as a sum of products, without the units for matrices.
+        if batch * summed >= min(shape.size for shape in shapes) or summed <= 4:
+            # Of a vector, or of a few columns: computed as a sum of products, without the units for matrices.
             return dataclasses.replace(
                 self.pricer.streamed(Access(moved, 0, flops), 1.1), flops=flops
             )
