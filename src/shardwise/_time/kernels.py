@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -11,12 +12,6 @@ from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, targ
 from .price import FREE, Price
 from .rates import GpuRates, Products
 
-_TILES = tuple(
-    (m, n)
-    for m in (32, 64, 96, 128, 160, 192, 256, 320)
-    for n in (32, 64, 96, 128, 160, 192, 256, 320)
-    if 64 * 32 <= m * n <= 320 * 128
-)
 _SPLITS = (1, 2, 4, 8, 16, 32)
 # Calls without work on the device.
 _NOTHING = re.compile(
@@ -51,7 +46,8 @@ class GpuPricer:
             ]
             if calls:
                 # A library call that reads and writes slices of larger arrays in place.
-                return max((self._call(inner, i) for i in calls), key=lambda p: p.seconds)
+                prices = [self._call(inner, i, sliced=True) for i in calls]
+                return max(prices, key=lambda p: p.seconds)
             dots = [
                 i
                 for i in self.module.computations.get(inner, ())
@@ -157,15 +153,34 @@ class GpuPricer:
         ]
         return self.dot(shapes, numbers, flops, moved)
 
-    def dot(self, shapes: list[Shape], numbers: list[list[int]], flops: int, moved: int) -> Price:
-        """Returns the price of a product: contracted dims of both operands, batch dims of the first."""
+    def dot(
+        self,
+        shapes: list[Shape],
+        numbers: list[list[int]],
+        flops: int,
+        moved: int,
+        *,
+        added: int = 0,
+        sliced: bool = False,
+    ) -> Price:
+        """Returns the price of a product.
+
+        Args:
+            shapes: of the operands.
+            numbers: the contracted dims of both, and the batch dims of the first.
+            flops: its floating-point operations.
+            moved: bytes that it reads and writes.
+            added: bytes of the array that it is added to.
+            sliced: whether its operands are slices of larger arrays, read in place.
+        """
         left, right = shapes[:2]
         contracted = math.prod(left.dims[d] for d in numbers[0])
         batch = math.prod(left.dims[d] for d in numbers[2])
         rows = left.size // max(1, contracted * batch)
         columns = right.size // max(1, contracted * batch)
         lies = (_minor(left) in numbers[0], _minor(right) in numbers[1])
-        return self.matmul((batch, rows, columns, contracted), shapes, lies, flops, moved)
+        sizes = (batch, rows, columns, contracted)
+        return self.matmul(sizes, shapes, lies, flops, moved, added=added, sliced=sliced)
 
     def matmul(
         self,
@@ -174,13 +189,34 @@ class GpuPricer:
         lies: tuple[bool, bool],
         flops: int,
         moved: int,
+        *,
+        added: int = 0,
+        sliced: bool = False,
     ) -> Price:
         rates = self.rates
         products = _products(rates, shapes[0].dtype)
-        share = products.layouts[lies]
-        seconds = tiled_seconds(products, rates.cores, rates.bandwidth, share, *sizes)
-        streamed = moved / rates.bandwidth
-        total = products.start + max(seconds, streamed) + 0.15 * min(seconds, streamed)
+        wide = shapes[0].nbytes >= 4 * shapes[0].size
+        _, rows, columns, contracted = sizes
+        minors = (contracted if lies[0] else rows, contracted if lies[1] else columns, columns)
+        size = shapes[0].nbytes // max(1, shapes[0].size)
+        splits, kernels = _SPLITS, [products]
+        if products.older is not None:
+            kernels.append(products.older)
+            if sliced and wide:
+                # Nothing is tuned there: the library's first choice runs, which never splits.
+                kernels, splits = [products.older], (1,)
+            elif any(minor * size % 16 for minor in minors):
+                kernels = [products.older]
+        streamed, total = moved / rates.bandwidth, math.inf
+        seconds = math.inf
+        for kernel in kernels:
+            own = tiled_seconds(
+                kernel, rates.cores, rates.bandwidth, kernel.layouts[lies], *sizes, splits=splits
+            )
+            hidden = max(own, streamed) + kernel.overlap * min(own, streamed)
+            spent = kernel.start + hidden + kernel.added * added / rates.bandwidth
+            if spent < total:
+                total, seconds, products = spent, own, kernel
         kind = "product" if shapes[0].nbytes <= 2 * shapes[0].size else "wide product"
         if streamed > seconds:
             kind = "memory"
@@ -188,7 +224,7 @@ class GpuPricer:
             kind = "launch"
         return Price(total, kind, moved, flops)
 
-    def _call(self, computation: str, instruction: Instruction) -> Price:
+    def _call(self, computation: str, instruction: Instruction, *, sliced: bool = False) -> Price:
         target = target_of(instruction)
         if _NOTHING.search(target):
             return FREE
@@ -199,7 +235,9 @@ class GpuPricer:
         if target.startswith("__cublas$") and len(shapes) >= 2:
             names = ("lhs_contracting", "rhs_contracting", "lhs_batch")
             numbers = [_listed(instruction, f"{name}_dimensions") for name in names]
-            return self.dot(shapes, numbers, flops or 0, access.total)
+            added = re.search(r'"beta":(\d)', instruction.rest)
+            addend = shapes[2].nbytes if added and added[1] != "0" and len(shapes) > 2 else 0
+            return self.dot(shapes, numbers, flops or 0, access.total, added=addend, sliced=sliced)
         if "fmha" in target and shapes:
             return self.attention(instruction, target, shapes, flops or 0, access.total)
         if "__cudnn$conv" in target and shapes:
@@ -241,23 +279,35 @@ class GpuPricer:
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         rows, columns, channels = _implicit(instruction, shapes, wgrad)
         contracted = max(1, flops // max(1, 2 * rows * columns))
-        if channels < 8:
-            # Padded to what tensor cores take, and by kernels that nobody tunes for this.
-            seconds = flops / (25e12 * rates.bandwidth / 4.2e12)
+        if min(channels, columns) < 8:
+            # Padded to what tensor cores take, and by kernels that nobody tunes for this. Windows
+            # that overlap read the same pixels again, from the cache.
+            reached = 22e12 if contracted < 64 or _step(instruction) >= 1 else 36e12
+            if wgrad and contracted >= 64:
+                reached = 45e12
+            seconds = flops / (reached * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         if max((int(n) for n in re.findall(r"\d+", _window_size(instruction))), default=1) >= 32:
             # A gradient written as a convolution with the image as its kernel: nobody tunes for it.
             seconds = flops / (6e12 * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
-        efficiency = 0.5 if wgrad else 0.65 if dgrad else 0.75
+        skipping = _step(instruction)
         if dtype in ("bf16", "f16"):
-            efficiency *= 0.8
+            efficiency = 0.4 if wgrad else 0.52 if dgrad else 0.6
+        else:
+            efficiency = 0.47 if wgrad else 0.8
+            if dgrad:
+                # What a strided window skips is computed as zeros.
+                efficiency = 0.46 if skipping > 1 else 0.65
+        if skipping > 1 and not dgrad:
+            # Pixels between the windows are not read.
+            moved -= int(shapes[0].nbytes * (1 - 1 / skipping))
         seconds = tiled_seconds(
             products, rates.cores, rates.bandwidth, efficiency, 1, rows, columns, contracted,
             splits=_SPLITS if wgrad else (1,),
         )  # fmt: skip
-        streamed = 1.1 * moved / rates.bandwidth
-        total = products.start + max(seconds, streamed) + 0.3 * min(seconds, streamed)
+        streamed = moved / rates.bandwidth
+        total = 1.5 * products.start + max(seconds, streamed) + 0.28 * min(seconds, streamed)
         return Price(total, "convolution", moved, flops)
 
 
@@ -268,23 +318,22 @@ def _products(rates: GpuRates, dtype: str) -> Products:
         return rates.products["bf16"]
     if dtype.startswith("f8"):
         bf16 = rates.products["bf16"]
-        return Products(
-            bf16.start, 1.8 * bf16.rate, bf16.depth, bf16.small, bf16.split, bf16.layouts
-        )
+        return dataclasses.replace(bf16, rate=1.8 * bf16.rate)
     if dtype == "f64":
         f32 = rates.products["f32"]
-        return Products(f32.start, 0.1 * f32.rate, f32.depth, f32.small, f32.split, f32.layouts)
+        return dataclasses.replace(f32, rate=0.1 * f32.rate, older=None)
     return rates.products["f32" if dtype in ("f32", "c64") else "bf16"]
 
 
 @functools.lru_cache(65536)
 def _tiled(
     start: float, rate: float, depth: float, small: float, split: float,
+    tiles_known: tuple[tuple[int, int], ...],
     cores: int, bandwidth: float, batch: int, rows: int, columns: int, contracted: int,
     splits: tuple[int, ...],
 ) -> float:  # fmt: skip
     best = math.inf
-    for m, n in _TILES:
+    for m, n in tiles_known:
         tiles = batch * -(-rows // m) * -(-columns // n)
         each = 2 * m * n * (1 + small * (128 / m + 128 / n) / 2) / rate
         for parts in splits:
@@ -305,13 +354,21 @@ def tiled_seconds(
     """Returns the seconds of a product in the best of many tilings, without its start."""
     return _tiled(
         products.start, products.rate * share, products.depth, products.small, products.split,
-        cores, bandwidth, batch, max(1, rows), max(1, columns), max(1, contracted), splits,
+        products.tiles, cores, bandwidth, batch, max(1, rows), max(1, columns), max(1, contracted), splits,
     )  # fmt: skip
 
 
 def _window_size(instruction: Instruction) -> str:
     found = re.search(r"size=([\dx]+)", instruction.attribute("window"))
     return found[1] if found else ""
+
+
+def _step(instruction: Instruction) -> float:
+    """Returns the strides of a window over its sizes: above 1, it skips pixels."""
+    found = re.search(r"stride=([\dx]+)", instruction.attribute("window"))
+    strides = [int(n) for n in found[1].split("x")] if found else [1]
+    sizes = [int(n) for n in _window_size(instruction).split("x") if n] or [1]
+    return math.prod(strides) / math.prod(sizes)
 
 
 def _reducing(reduce: Instruction, inside: list[Instruction]) -> float:
@@ -355,7 +412,7 @@ def product_seconds(rates: GpuRates, dtype: str, rows: int, columns: int, contra
     seconds = tiled_seconds(
         products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted
     )
-    return products.start + max(seconds, moved) + 0.15 * min(seconds, moved)
+    return products.start + max(seconds, moved) + products.overlap * min(seconds, moved)
 
 
 def attention_seconds(rates: GpuRates, shape: tuple[int, int, int, int]) -> float:
