@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
@@ -55,7 +56,11 @@ class GpuPricer:
             ]
             if dots:
                 return self._fused_products(inner, dots, access)
-            return self.streamed(access, self._penalty(inner), self._scattered(inner))
+            triton = "triton" in instruction.rest
+            penalty, waited = self._penalty(inner, triton=triton), 0.0
+            if not triton:
+                waited = min(self._latency(inner), 3.5 * access.total / self.rates.bandwidth)
+            return self.streamed(access, penalty, self._scattered(inner), waited)
         if opcode in ("dot", "convolution", "ragged-dot"):
             return self._product(computation, instruction, access.total)
         if not access.total:
@@ -66,15 +71,21 @@ class GpuPricer:
         return self.streamed(access, 1.0, scattered)
 
     def streamed(
-        self, access: Access, penalty: float, scattered: tuple[tuple[int, int], ...] = ()
+        self,
+        access: Access,
+        penalty: float,
+        scattered: tuple[tuple[int, int], ...] = (),
+        latency: float = 0.0,
     ) -> Price:
         """Returns the price of a kernel that streams through memory."""
         rates = self.rates
         moved = penalty * access.total / rates.bandwidth
         computed = access.operations / rates.scalar
         added = sum(count / self._atomics(size) for count, size in scattered)
-        body = max(moved, computed) + 0.5 * min(moved, computed)
-        seconds = rates.kernel + max(body, added)
+        body = max(moved, computed) + 0.2 * min(moved, computed) + latency
+        # One block for a few numbers starts sooner than a grid of them.
+        start = rates.kernel * (2 + min(0.8, access.total / 65536)) / 3
+        seconds = start + max(body, added)
         kind = "scalar" if computed > moved else "memory"
         if max(body, added) < rates.kernel:
             kind = "launch"
@@ -84,27 +95,39 @@ class GpuPricer:
         known = self.rates.atomics
         return known[min(known, key=lambda other: abs(other - size))]
 
-    def _penalty(self, inner: str) -> float:
+    def _penalty(self, inner: str, *, triton: bool) -> float:
         """Returns how much slower than a copy a fusion streams, by what it does to its arrays."""
         inside = self.module.computations.get(inner, ())
         if not inside:
             return 1.0
         found, root = {i.opcode for i in inside}, inside[-1]
-        written = max((s.size for s in root.shapes), default=0)
+        largest = max(root.shapes, key=lambda s: s.size, default=None)
+        written = largest.size if largest else 0
+        narrow = largest is not None and largest.nbytes <= 2 * largest.size
         penalty = 1.0
         pads = [i for i in inside if i.opcode == "pad" and 4 * i.shapes[0].size >= written]
         if len(pads) > 1:
-            # All sides are computed for each element, and loads are not vectorised.
-            narrow = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
-            penalty = 2.5 if narrow and "slice" in found else 1.8
+            # All sides are computed for each element, and loads of 2 bytes are not vectorised.
+            short = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
+            penalty = 2.5 if short and "slice" in found else 1.8 if narrow else 1.3
         if "transpose" in found:
-            penalty = max(penalty * 1.25, 1.4)
-        penalty *= max((_reducing(i, inside) for i in inside if i.opcode == "reduce"), default=1.0)
-        if found <= {"broadcast", "constant", "bitcast", "copy", "tuple"}:
-            # Filling with elements of 2 bytes or less is not vectorised.
-            if root.shapes and root.shapes[0].nbytes <= 2 * root.shapes[0].size:
-                penalty = 2.4
-        return penalty
+            once = 1.1 if triton else 1.2
+            nested = 2.1 if triton else 4.5 if narrow else 3.0
+            # Only the outermost goes through shared memory: those below it read single elements.
+            penalty = max(penalty * 1.1, nested if _nested(inside) else once)
+        if "reduce" in found:
+            row = 1.3 if triton and not narrow else 1.03
+            columns = any(_over_columns(i, inside) for i in inside if i.opcode == "reduce")
+            penalty = max(penalty, (1.25 if narrow else 1.05) if columns else row)
+        fills = found <= {"broadcast", "constant", "bitcast", "copy"}
+        # Filling with elements of 2 bytes or less is not vectorised.
+        return 2.4 if fills and narrow else penalty
+
+    def _latency(self, inner: str) -> float:
+        """Returns the seconds in which sums over columns wait: few of their blocks run at once."""
+        inside = self.module.computations.get(inner, ())
+        sums = [i for i in inside if i.opcode == "reduce" and _over_columns(i, inside)]
+        return 3 * self.rates.kernel * min(2, len(sums))
 
     def _scattered(self, inner: str) -> tuple[tuple[int, int], ...]:
         found = []
@@ -116,7 +139,9 @@ class GpuPricer:
     def _updates(self, computation: str, scatter: Instruction) -> tuple[tuple[int, int], ...]:
         own = self.module.by_name[computation]
         arrays = [own[n].shapes[0] for n in scatter.operands[-len(scatter.shapes) :] if n in own]
-        return tuple((s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
+        # Elements that each have a place of their own are added one by one, rows together.
+        each = 4 if scatter.attribute("update_window_dims") == "{}" else 1
+        return tuple((each * s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
 
     def sort(self, instruction: Instruction, access: Access) -> Price:
         longest = max((s.dims[-1] if s.dims else 1 for s in instruction.shapes), default=1)
@@ -237,6 +262,8 @@ class GpuPricer:
             numbers = [_listed(instruction, f"{name}_dimensions") for name in names]
             added = re.search(r'"beta":(\d)', instruction.rest)
             addend = shapes[2].nbytes if added and added[1] != "0" and len(shapes) > 2 else 0
+            # What was written just before is still in the cache.
+            addend = addend if 3 * addend > self.rates.cache else 0
             return self.dot(shapes, numbers, flops or 0, access.total, added=addend, sliced=sliced)
         if "fmha" in target and shapes:
             return self.attention(instruction, target, shapes, flops or 0, access.total)
@@ -279,12 +306,9 @@ class GpuPricer:
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         rows, columns, channels = _implicit(instruction, shapes, wgrad)
         contracted = max(1, flops // max(1, 2 * rows * columns))
-        if min(channels, columns) < 8:
-            # Padded to what tensor cores take, and by kernels that nobody tunes for this. Windows
-            # that overlap read the same pixels again, from the cache.
-            reached = 22e12 if contracted < 64 or _step(instruction) >= 1 else 36e12
-            if wgrad and contracted >= 64:
-                reached = 45e12
+        if min(channels, rows if wgrad else columns) < 8:
+            # Padded to what tensor cores take, and by kernels that nobody tunes for this.
+            reached = _padded(instruction, channels, columns, wgrad=wgrad)
             seconds = flops / (reached * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         if max((int(n) for n in re.findall(r"\d+", _window_size(instruction))), default=1) >= 32:
@@ -358,6 +382,17 @@ def tiled_seconds(
     )  # fmt: skip
 
 
+def _padded(instruction: Instruction, channels: int, columns: int, *, wgrad: bool) -> float:
+    """Returns the flops per second of a convolution from or to very few channels, as images have."""
+    if channels >= 8:
+        return 4e12 if wgrad else 8e12
+    if wgrad:
+        return 10e12 if columns < 32 else 40e12
+    # Windows that overlap read the same pixels again, from the cache.
+    taps = math.prod(int(n) for n in _window_size(instruction).split("x") if n)
+    return 20e12 if taps * channels < 32 or _step(instruction) >= 1 else 36e12
+
+
 def _window_size(instruction: Instruction) -> str:
     found = re.search(r"size=([\dx]+)", instruction.attribute("window"))
     return found[1] if found else ""
@@ -371,11 +406,23 @@ def _step(instruction: Instruction) -> float:
     return math.prod(strides) / math.prod(sizes)
 
 
-def _reducing(reduce: Instruction, inside: list[Instruction]) -> float:
-    """Returns how much slower a reduction streams: over rows nearly as a copy, over columns not."""
-    given = next((i for i in inside if i.name in reduce.operands and i.shapes), None)
+def _over_columns(reduce: Instruction, inside: Sequence[Instruction]) -> bool:
+    """Returns whether a reduction leaves the contiguous dim."""
+    given = next((i for i in inside if i.name == reduce.operands[0] and i.shapes), None)
     dims = {int(n) for n in re.findall(r"\d+", reduce.attribute("dimensions"))}
-    return 1.03 if given is None or _minor(given.shapes[0]) in dims else 1.2
+    return given is not None and _minor(given.shapes[0]) not in dims
+
+
+def _nested(inside: Sequence[Instruction]) -> bool:
+    """Returns whether a transpose is transposed again."""
+    below: set[str] = set()
+    for i in inside:
+        touched = any(name in below for name in i.operands)
+        if i.opcode == "transpose" and touched:
+            return True
+        if touched or i.opcode == "transpose":
+            below.add(i.name)
+    return False
 
 
 def _implicit(instruction: Instruction, shapes: list[Shape], wgrad: bool) -> tuple[int, int, int]:

@@ -62,6 +62,7 @@ class GpuRates:
         cores: the streaming multiprocessors.
         products: by the dtype of the operands.
         bandwidth: bytes per second of kernels that stream through memory.
+        cache: bytes of the cache that all cores share.
         scalar: scalar operations per second of all cores.
         kernel: seconds that the smallest kernel takes, with its launch.
         atomics: elements per second of a scatter that adds, by bytes of an element.
@@ -78,6 +79,7 @@ class GpuRates:
     cores: int
     products: Mapping[str, Products]
     bandwidth: float
+    cache: float
     scalar: float
     kernel: float
     atomics: Mapping[int, float]
@@ -128,14 +130,15 @@ H200 = GpuRates(
         ),
     },
     bandwidth=4.2e12,
+    cache=50e6,
     scalar=33e12,
     kernel=1.5e-6,
     atomics={2: 0.14e12, 4: 0.27e12},
     attention={(128, False): 655e12, (128, True): 515e12, (64, False): 455e12, (64, True): 355e12},
     attention_length=1150,
-    power=0.10,
+    power=0.125,
     iteration=2.0e-6,
-    dispatch=60e-6,
+    dispatch=120e-6,
 )
 
 
