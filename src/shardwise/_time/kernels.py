@@ -111,10 +111,13 @@ class GpuPricer:
             short = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
             penalty = 2.5 if short and "slice" in found else 1.8 if narrow else 1.3
         if "transpose" in found:
-            once = 1.1 if triton else 1.2
-            nested = 2.1 if triton else 4.5 if narrow else 3.0
-            # Only the outermost goes through shared memory: those below it read single elements.
-            penalty = max(penalty * 1.1, nested if _nested(inside) else once)
+            # Only the outermost goes through shared memory: those below it, and those beside it,
+            # read or write single elements.
+            single = sum(i.opcode == "transpose" for i in inside) == 1
+            factor = 1.0 if triton else 1.05 if single else 1.7
+            if _nested(inside):
+                factor = (1.0 if narrow else 2.1) if triton else 4.5 if narrow else 3.0
+            penalty = max(penalty * 1.1, factor)
         if "reduce" in found:
             row = 1.3 if triton and not narrow else 1.03
             columns = any(_over_columns(i, inside) for i in inside if i.opcode == "reduce")
@@ -342,7 +345,7 @@ def _products(rates: GpuRates, dtype: str) -> Products:
         return rates.products["bf16"]
     if dtype.startswith("f8"):
         bf16 = rates.products["bf16"]
-        return dataclasses.replace(bf16, rate=1.8 * bf16.rate)
+        return bf16.scaled(1.8)
     if dtype == "f64":
         f32 = rates.products["f32"]
         return dataclasses.replace(f32, rate=0.1 * f32.rate, older=None)

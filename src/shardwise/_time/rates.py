@@ -50,6 +50,11 @@ class Products:
     added: float = 0.0
     older: Products | None = None
 
+    def scaled(self, factor: float) -> Products:
+        """Returns the same kernels, this many times as fast."""
+        older = self.older.scaled(factor) if self.older is not None else None
+        return dataclasses.replace(self, rate=self.rate * factor, older=older)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GpuRates:
@@ -164,12 +169,12 @@ def _scaled(chip: Chip) -> GpuRates:
         source="the measured H200, scaled by the datasheets",
         cores=gpu.cores,
         products={
-            dtype: dataclasses.replace(
-                rates, rate=rates.rate * each, older=rates.older if hopper else None
-            )
+            # What Hopper's library takes from Ampere has no counterpart on Ampere itself.
+            dtype: dataclasses.replace(rates, older=rates.older if hopper else None).scaled(each)
             for dtype, rates in H200.products.items()
         },
         bandwidth=H200.bandwidth * memory,
+        cache=gpu.l2_bytes,
         scalar=H200.scalar * scalar,
         atomics={size: rate * memory for size, rate in H200.atomics.items()},
         attention={key: rate * peak for key, rate in H200.attention.items()},
