@@ -216,7 +216,7 @@ HELD_OUT = {
     ),
     "denoiser 48, f32": lambda: of(
         lambda: own.Denoiser(48, nnx.Rngs(0)),
-        own.squared, array((24, 96, 96, 3)), array((24, 96, 96, 3)),
+        own.squared, array((32, 96, 96, 3)), array((32, 96, 96, 3)),
     ),
     "LSTM 768, 96 steps": lambda: of(
         lambda: own.Recurrent(10000, 768, nnx.Rngs(0), nnx.LSTMCell), own.next_token, ints(96, 97)
@@ -230,7 +230,7 @@ HELD_OUT = {
         own.translated, ints(24, 512), ints(24, 257), **BF16,
     ),
     "MLP 2500 and 5004, bf16, adafactor": lambda: mlp(
-        6000, (2500, 5004, 2500, 5004, 2500), optimizer=optax.adafactor(1e-3), **BF16
+        12000, (2500, 5004, 2500, 5004, 2500), optimizer=optax.adafactor(1e-3), **BF16
     ),
 }  # fmt: skip
 RECIPES |= HELD_OUT

@@ -27,6 +27,13 @@ class GpuPricer:
     def __init__(self, module: Module, rates: GpuRates):
         """Takes the program and the speeds."""
         self.module, self.rates = module, rates
+        self.bodies = {
+            name
+            for instructions in module.computations.values()
+            for i in instructions
+            if i.opcode == "while"
+            for name in i.called
+        }
 
     def estimates(self, fusion: Instruction) -> bool:
         """Returns whether a fusion with a collective in it computes something too."""
@@ -60,7 +67,8 @@ class GpuPricer:
             penalty, waited = self._penalty(inner, triton=triton), 0.0
             if not triton:
                 waited = min(self._latency(inner), 3.5 * access.total / self.rates.bandwidth)
-            return self.streamed(access, penalty, self._scattered(inner), waited)
+            hot = computation in self.bodies
+            return self.streamed(access, penalty, self._scattered(inner), waited, hot=hot)
         if opcode in ("dot", "convolution", "ragged-dot"):
             return self._product(computation, instruction, access.total)
         if not access.total:
@@ -76,6 +84,8 @@ class GpuPricer:
         penalty: float,
         scattered: tuple[tuple[int, int], ...] = (),
         latency: float = 0.0,
+        *,
+        hot: bool = False,
     ) -> Price:
         """Returns the price of a kernel that streams through memory."""
         rates = self.rates
@@ -83,8 +93,11 @@ class GpuPricer:
         computed = access.operations / rates.scalar
         added = sum(count / self._atomics(size) for count, size in scattered)
         body = max(moved, computed) + 0.2 * min(moved, computed) + latency
-        # One block for a few numbers starts sooner than a grid of them.
+        # One block for a few numbers starts sooner than a grid of them; so does a small kernel of a
+        # loop, which finds what the last iteration touched in the cache.
         start = rates.kernel * (2 + min(0.8, access.total / 65536)) / 3
+        if hot and 20 * access.total < rates.cache:
+            start *= 0.8
         seconds = start + max(body, added)
         kind = "scalar" if computed > moved else "memory"
         if max(body, added) < rates.kernel:
