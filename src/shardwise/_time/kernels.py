@@ -27,13 +27,12 @@ class GpuPricer:
     def __init__(self, module: Module, rates: GpuRates):
         """Takes the program and the speeds."""
         self.module, self.rates = module, rates
-        self.bodies = {
-            name
-            for instructions in module.computations.values()
-            for i in instructions
-            if i.opcode == "while"
-            for name in i.called
-        }
+
+    @functools.cached_property
+    def bodies(self) -> set[str]:
+        """The computations that loops run."""
+        loops = (i for found in self.module.computations.values() for i in found)
+        return {name for i in loops if i.opcode == "while" for name in i.called}
 
     def estimates(self, fusion: Instruction) -> bool:
         """Returns whether a fusion with a collective in it computes something too."""
