@@ -169,11 +169,11 @@ class UNet(nnx.Module):
 
 
 class Recurrent(nnx.Module):
-    """A GRU over a sequence of embedded tokens, scanned over time."""
+    """A GRU, or another cell, over a sequence of embedded tokens, scanned over time."""
 
-    def __init__(self, vocab, width, rngs):
+    def __init__(self, vocab, width, rngs, cell=nnx.GRUCell):
         self.embed = nnx.Embed(vocab, width, rngs=rngs)
-        self.rnn = nnx.RNN(nnx.GRUCell(width, width, rngs=rngs))
+        self.rnn = nnx.RNN(cell(width, width, rngs=rngs))
         self.head = nnx.Linear(width, vocab, rngs=rngs)
 
     def __call__(self, tokens):
@@ -227,6 +227,106 @@ class StateSpace(nnx.Module):
             _, state = jax.lax.associative_scan(combine, (decay, (1 - decay) * value), axis=1)
             x = x + out(state * nnx.silu(gate))
         return x
+
+
+class Vgg(nnx.Module):
+    """Plain 3x3 convolutions with biases and no norms; pooling halves the image between stages."""
+
+    def __init__(self, stages, rngs, classes=1000):
+        convs, features = [], 3
+        for width, count in stages:
+            for _ in range(count):
+                convs.append(nnx.Conv(features, width, (3, 3), rngs=rngs))
+                features = width
+        self.convs = nnx.List(convs)
+        self.last = [sum(n for _, n in stages[: i + 1]) - 1 for i in range(len(stages))]
+        self.head = Mlp((features, 2048, classes), rngs)
+
+    def __call__(self, images):
+        x = images
+        for i, conv in enumerate(self.convs):
+            x = nnx.relu(conv(x))
+            if i in self.last:
+                x = nnx.max_pool(x, (2, 2), strides=(2, 2))
+        return self.head(x.mean(axis=(1, 2)))
+
+
+class Denoiser(nnx.Module):
+    """A U-Net of residual blocks with group norms, which resizes images to make them larger."""
+
+    def __init__(self, width, rngs):
+        conv = lambda a, b: nnx.Conv(a, b, (3, 3), rngs=rngs)  # noqa: E731
+        widths = (width, 2 * width, 4 * width, 2 * width, width)
+        given = (width, width, 2 * width, 6 * width, 3 * width)
+        self.first, self.out = conv(3, width), conv(width, 3)
+        self.norms = nnx.List([nnx.GroupNorm(a, num_groups=8, rngs=rngs) for a in given])
+        self.convs = nnx.List([conv(a, b) for a, b in zip(given, widths, strict=True)])
+        self.again = nnx.List([conv(b, b) for b in widths])
+        self.skips = nnx.List(
+            [nnx.Conv(a, b, (1, 1), rngs=rngs) for a, b in zip(given, widths, strict=True)]
+        )
+
+    def block(self, i, x):
+        y = self.again[i](nnx.silu(self.convs[i](nnx.silu(self.norms[i](x)))))
+        return y + self.skips[i](x)
+
+    def __call__(self, images):
+        pool = lambda y: nnx.avg_pool(y, (2, 2), strides=(2, 2))  # noqa: E731
+        grow = lambda y: y.repeat(2, axis=1).repeat(2, axis=2)  # noqa: E731
+        a = self.block(0, self.first(images))
+        b = self.block(1, pool(a))
+        c = self.block(2, pool(b))
+        d = self.block(3, jnp.concatenate([grow(c), b], axis=-1))
+        e = self.block(4, jnp.concatenate([grow(d), a], axis=-1))
+        return self.out(e)
+
+
+class CrossBlock(nnx.Module):
+    """A decoder block that attends to itself, causally, and to an encoder's output."""
+
+    def __init__(self, width, heads, hidden, rngs, dropout):
+        attention = lambda: nnx.MultiHeadAttention(  # noqa: E731
+            heads, width, decode=False, use_bias=False, rngs=rngs
+        )
+        self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(3)])
+        self.own, self.cross = attention(), attention()
+        self.mlp = Mlp((width, hidden, width), rngs, dropout=dropout)
+
+    def __call__(self, x, given, mask):
+        y = self.norms[0](x)
+        x = x + self.own(y, mask=mask)
+        x = x + self.cross(self.norms[1](x), given)
+        return x + self.mlp(self.norms[2](x))
+
+
+class EncoderDecoder(nnx.Module):
+    """An encoder and a causal decoder with cross attention, as in T5; one embedding for all."""
+
+    def __init__(self, vocab, width, heads, layers, rngs, dropout=0.1):
+        self.embed = nnx.Embed(vocab, width, rngs=rngs)
+        self.encoder = nnx.List(
+            [EncoderBlock(width, heads, 4 * width, rngs) for _ in range(layers)]
+        )
+        self.decoder = nnx.List(
+            [CrossBlock(width, heads, 4 * width, rngs, dropout) for _ in range(layers)]
+        )
+        self.norm = nnx.RMSNorm(width, rngs=rngs)
+
+    def __call__(self, source, target):
+        x, y = self.embed(source), self.embed(target)
+        mask = nnx.make_causal_mask(target)
+        for block in self.encoder:
+            x = block(x)
+        for block in self.decoder:
+            y = block(y, x, mask)
+        return self.embed.attend(self.norm(y))
+
+
+def translated(model, batch):
+    """Returns the mean cross-entropy of each next token of the target."""
+    source, target = batch
+    logits = jax.nn.log_softmax(model(source, target[:, :-1]).astype(jnp.float32))
+    return -jnp.take_along_axis(logits, target[:, 1:, None], axis=-1).mean()
 
 
 def classified(model, batch):

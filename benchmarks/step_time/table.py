@@ -1,6 +1,6 @@
 """Compares modelled step times with measured ones.
 
-    python benchmarks/step_time/table.py predict predicted.json      # anywhere, with shardwise[gpu] and cuDNN
+    python benchmarks/step_time/table.py predict predicted.json [NAME]…   # anywhere, with shardwise[gpu] and cuDNN
     python benchmarks/step_time/table.py table predicted.json measured.json [more.json]
 
 The null model beside each row is a constant MFU: the median of the fitted recipes.
@@ -10,15 +10,15 @@ import json
 import sys
 
 import numpy as np
-from recipes import FITTED, FRESH, RECIPES
+from recipes import FITTED, FRESH, HELD_OUT, RECIPES
 
 import shardwise as sw
 
 
-def predict(path):
+def predict(path, *names):
     found = {}
-    for name, make in RECIPES.items():
-        recipe = make()
+    for name in names or RECIPES:
+        recipe = RECIPES[name]()
         layout = sw.layout(recipe.model, sw.mesh("data=1", on="h200:1x1"))
         compiled = sw.compile(recipe, layout, show=False)
         time = compiled.time
@@ -42,25 +42,32 @@ def table(predicted, *measured):
     null = float(np.median(rates))
     print("| recipe | | modelled | bounds | measured | error | constant MFU |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    errors = {"fitted": [], "unseen": [], "fresh": []}
+    errors = {"fitted": [], "seen": [], "fresh, seen since": [], "held out": []}
     nulls = []
     for name, row in plan.items():
         if "seconds" not in real.get(name, {}):
             continue
-        kind = "fitted" if name in FITTED else "fresh" if name in FRESH else "unseen"
+        kind = kind_of(name)
         seconds = real[name]["seconds"]
         off, other = row["seconds"] / seconds - 1, row["flops"] / null / seconds - 1
         errors[kind].append(abs(off))
-        if kind != "fitted":
+        if kind == "held out":
             nulls.append(abs(other))
         print(
             f"| {name} | {kind} | {row['seconds'] * 1e3:.3f} ms | {row['low'] * 1e3:.3f} to "
             f"{row['high'] * 1e3:.3f} | {seconds * 1e3:.3f} ms | {off:+.1%} | {other:+.0%} |"
         )
-    both = errors["unseen"] + errors["fresh"]
     print()
-    for kind, found in (*errors.items(), ("unseen and fresh", both), ("their null model", nulls)):
-        print(f"- {kind}: {len(found)} recipes, mean {np.mean(found):.1%}, worst {max(found):.1%}")
+    for kind, found in (*errors.items(), ("held out, null model", nulls)):
+        if found:
+            mean, worst = np.mean(found), max(found)
+            print(f"- {kind}: {len(found)} recipes, mean {mean:.1%}, worst {worst:.1%}")
+
+
+def kind_of(name):
+    """Returns the set that a recipe belongs to, as the README explains them."""
+    sets = {"fitted": FITTED, "fresh, seen since": FRESH, "held out": HELD_OUT}
+    return next((kind for kind, names in sets.items() if name in names), "seen")
 
 
 if __name__ == "__main__":

@@ -107,6 +107,67 @@ def test_float32_products_take_longer_than_bfloat16():
     assert prices[0].flops == prices[1].flops == 2 * 4096**3
 
 
+def seconds_of(found, name):
+    return GpuPricer(found, H200).price("main", only(found, name)).seconds
+
+
+def test_rows_that_are_no_multiple_of_16_bytes_take_older_kernels():
+    odd, even = (seconds_of(gemm(4096, n, 4096, "f32"), "d") for n in (4094, 4096))
+    assert odd > 1.4 * even
+
+
+SLICED = """%inner (p0: {d}[8,4096,4096], p1: {d}[4096,4096], p2: s32[]) -> {d}[4096,4096] {{
+  %p0 = {d}[8,4096,4096]{{2,1,0}} parameter(0)
+  %p1 = {d}[4096,4096]{{1,0}} parameter(1)
+  %p2 = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %cut = {d}[1,4096,4096]{{2,1,0}} dynamic-slice(%p0, %p2, %zero, %zero), dynamic_slice_sizes={{1,4096,4096}}
+  %a = {d}[4096,4096]{{1,0}} bitcast(%cut)
+  ROOT %d = {d}[4096,4096]{{1,0}} custom-call(%a, %p1), custom_call_target="__cublas$lt$matmul", backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}}}}
+}}"""
+
+
+@pytest.mark.parametrize(("dtype", "slower"), [("f32", True), ("bf16", False)])
+def test_products_of_slices_in_place_take_older_kernels_in_float32(dtype, slower):
+    whole = seconds_of(gemm(4096, 4096, 4096, dtype), "d")
+    found = module(
+        f"  %x = {dtype}[8,4096,4096]{{2,1,0}} parameter(0)\n"
+        f"  %y = {dtype}[4096,4096]{{1,0}} parameter(1)\n  %i = s32[] parameter(2)\n"
+        f"  ROOT %f = {dtype}[4096,4096]{{1,0}} fusion(%x, %y, %i), kind=kCustom, calls=%inner",
+        SLICED.format(d=dtype),
+    )
+    assert (seconds_of(found, "f") > 1.4 * whole) is slower
+
+
+def transposing(*steps):
+    """Returns a fusion that transposes the last two of three equal dims, once for each step."""
+    lines = ["  %t0 = f32[512,512,512]{2,1,0} parameter(0)"]
+    for i, order in enumerate(steps):
+        lines.append(
+            f"  %t{i + 1} = f32[512,512,512]{{2,1,0}} transpose(%t{i}), dimensions={{{order}}}"
+        )
+    lines[-1] = lines[-1].replace("  %", "  ROOT %", 1)
+    head = "%inner (t0: f32[512,512,512]) -> f32[512,512,512] {"
+    return module(
+        "  %x = f32[512,512,512]{2,1,0} parameter(0)\n"
+        "  ROOT %f = f32[512,512,512]{2,1,0} fusion(%x), kind=kInput, calls=%inner",
+        "\n".join([head, *lines, "}"]),
+    )
+
+
+def test_a_transpose_of_a_transpose_reads_single_elements():
+    once, twice = transposing("0,2,1"), transposing("0,2,1", "1,0,2")
+    assert seconds_of(twice, "f") > 2 * seconds_of(once, "f")
+
+
+def test_kernels_of_the_gpu_before_scale_with_the_others():
+    assert gpu_rates("a100").products["f32"].older is None
+    f32 = H200.products["f32"]
+    half = f32.scaled(0.5)
+    assert f32.older is not None and half.older is not None
+    assert (half.rate, half.older.rate) == (f32.rate / 2, f32.older.rate / 2)
+
+
 def test_an_unknown_kernel_is_named_and_widens_the_bound():
     body = (
         "  %a = f32[1048576]{0} parameter(0)\n"

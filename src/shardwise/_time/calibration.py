@@ -39,8 +39,7 @@ class Calibration:
         """The shipped rates of the chip, corrected by what was measured."""
         known = gpu_rates(self.chip)
         products = {
-            dtype: dataclasses.replace(p, rate=p.rate * self.products.get(dtype, 1.0))
-            for dtype, p in known.products.items()
+            dtype: p.scaled(self.products.get(dtype, 1.0)) for dtype, p in known.products.items()
         }
         factor = self.attention or 1.0
         return dataclasses.replace(

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
 from .price import FREE, Price
 from .rates import GpuRates, Products
 
-_TILES = tuple(
-    (m, n)
-    for m in (32, 64, 96, 128, 160, 192, 256, 320)
-    for n in (32, 64, 96, 128, 160, 192, 256, 320)
-    if 64 * 32 <= m * n <= 320 * 128
-)
 _SPLITS = (1, 2, 4, 8, 16, 32)
 # Calls without work on the device.
 _NOTHING = re.compile(
@@ -31,6 +27,12 @@ class GpuPricer:
     def __init__(self, module: Module, rates: GpuRates):
         """Takes the program and the speeds."""
         self.module, self.rates = module, rates
+
+    @functools.cached_property
+    def bodies(self) -> set[str]:
+        """The computations that loops run."""
+        loops = (i for found in self.module.computations.values() for i in found)
+        return {name for i in loops if i.opcode == "while" for name in i.called}
 
     def estimates(self, fusion: Instruction) -> bool:
         """Returns whether a fusion with a collective in it computes something too."""
@@ -51,7 +53,8 @@ class GpuPricer:
             ]
             if calls:
                 # A library call that reads and writes slices of larger arrays in place.
-                return max((self._call(inner, i) for i in calls), key=lambda p: p.seconds)
+                prices = [self._call(inner, i, sliced=True) for i in calls]
+                return max(prices, key=lambda p: p.seconds)
             dots = [
                 i
                 for i in self.module.computations.get(inner, ())
@@ -59,7 +62,12 @@ class GpuPricer:
             ]
             if dots:
                 return self._fused_products(inner, dots, access)
-            return self.streamed(access, self._penalty(inner), self._scattered(inner))
+            triton = "triton" in instruction.rest
+            penalty, waited = self._penalty(inner, triton=triton), 0.0
+            if not triton:
+                waited = min(self._latency(inner), 3.5 * access.total / self.rates.bandwidth)
+            hot = computation in self.bodies
+            return self.streamed(access, penalty, self._scattered(inner), waited, hot=hot)
         if opcode in ("dot", "convolution", "ragged-dot"):
             return self._product(computation, instruction, access.total)
         if not access.total:
@@ -70,15 +78,26 @@ class GpuPricer:
         return self.streamed(access, 1.0, scattered)
 
     def streamed(
-        self, access: Access, penalty: float, scattered: tuple[tuple[int, int], ...] = ()
+        self,
+        access: Access,
+        penalty: float,
+        scattered: tuple[tuple[int, int], ...] = (),
+        latency: float = 0.0,
+        *,
+        hot: bool = False,
     ) -> Price:
         """Returns the price of a kernel that streams through memory."""
         rates = self.rates
         moved = penalty * access.total / rates.bandwidth
         computed = access.operations / rates.scalar
         added = sum(count / self._atomics(size) for count, size in scattered)
-        body = max(moved, computed) + 0.5 * min(moved, computed)
-        seconds = rates.kernel + max(body, added)
+        body = max(moved, computed) + 0.2 * min(moved, computed) + latency
+        # One block for a few numbers starts sooner than a grid of them; so does a small kernel of a
+        # loop, which finds what the last iteration touched in the cache.
+        start = rates.kernel * (2 + min(0.8, access.total / 65536)) / 3
+        if hot and 20 * access.total < rates.cache:
+            start *= 0.8
+        seconds = start + max(body, added)
         kind = "scalar" if computed > moved else "memory"
         if max(body, added) < rates.kernel:
             kind = "launch"
@@ -88,27 +107,42 @@ class GpuPricer:
         known = self.rates.atomics
         return known[min(known, key=lambda other: abs(other - size))]
 
-    def _penalty(self, inner: str) -> float:
+    def _penalty(self, inner: str, *, triton: bool) -> float:
         """Returns how much slower than a copy a fusion streams, by what it does to its arrays."""
         inside = self.module.computations.get(inner, ())
         if not inside:
             return 1.0
         found, root = {i.opcode for i in inside}, inside[-1]
-        written = max((s.size for s in root.shapes), default=0)
+        largest = max(root.shapes, key=lambda s: s.size, default=None)
+        written = largest.size if largest else 0
+        narrow = largest is not None and largest.nbytes <= 2 * largest.size
         penalty = 1.0
         pads = [i for i in inside if i.opcode == "pad" and 4 * i.shapes[0].size >= written]
         if len(pads) > 1:
-            # All sides are computed for each element, and loads are not vectorised.
-            narrow = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
-            penalty = 2.5 if narrow and "slice" in found else 1.8
+            # All sides are computed for each element, and loads of 2 bytes are not vectorised.
+            short = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
+            penalty = 2.5 if short and "slice" in found else 1.8 if narrow else 1.3
         if "transpose" in found:
-            penalty = max(penalty * 1.25, 1.4)
-        penalty *= max((_reducing(i, inside) for i in inside if i.opcode == "reduce"), default=1.0)
-        if found <= {"broadcast", "constant", "bitcast", "copy", "tuple"}:
-            # Filling with elements of 2 bytes or less is not vectorised.
-            if root.shapes and root.shapes[0].nbytes <= 2 * root.shapes[0].size:
-                penalty = 2.4
-        return penalty
+            # Only the outermost goes through shared memory: those below it, and those beside it,
+            # read or write single elements.
+            single = sum(i.opcode == "transpose" for i in inside) == 1
+            factor = 1.0 if triton else 1.05 if single else 1.7
+            if _nested(inside):
+                factor = (1.0 if narrow else 2.1) if triton else 4.5 if narrow else 3.0
+            penalty = max(penalty * 1.1, factor)
+        if "reduce" in found:
+            row = 1.3 if triton and not narrow else 1.03
+            columns = any(_over_columns(i, inside) for i in inside if i.opcode == "reduce")
+            penalty = max(penalty, (1.25 if narrow else 1.05) if columns else row)
+        fills = found <= {"broadcast", "constant", "bitcast", "copy"}
+        # Filling with elements of 2 bytes or less is not vectorised.
+        return 2.4 if fills and narrow else penalty
+
+    def _latency(self, inner: str) -> float:
+        """Returns the seconds in which sums over columns wait: few of their blocks run at once."""
+        inside = self.module.computations.get(inner, ())
+        sums = [i for i in inside if i.opcode == "reduce" and _over_columns(i, inside)]
+        return 3 * self.rates.kernel * min(2, len(sums))
 
     def _scattered(self, inner: str) -> tuple[tuple[int, int], ...]:
         found = []
@@ -120,7 +154,9 @@ class GpuPricer:
     def _updates(self, computation: str, scatter: Instruction) -> tuple[tuple[int, int], ...]:
         own = self.module.by_name[computation]
         arrays = [own[n].shapes[0] for n in scatter.operands[-len(scatter.shapes) :] if n in own]
-        return tuple((s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
+        # Elements that each have a place of their own are added one by one, rows together.
+        each = 4 if scatter.attribute("update_window_dims") == "{}" else 1
+        return tuple((each * s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
 
     def sort(self, instruction: Instruction, access: Access) -> Price:
         longest = max((s.dims[-1] if s.dims else 1 for s in instruction.shapes), default=1)
@@ -157,15 +193,34 @@ class GpuPricer:
         ]
         return self.dot(shapes, numbers, flops, moved)
 
-    def dot(self, shapes: list[Shape], numbers: list[list[int]], flops: int, moved: int) -> Price:
-        """Returns the price of a product: contracted dims of both operands, batch dims of the first."""
+    def dot(
+        self,
+        shapes: list[Shape],
+        numbers: list[list[int]],
+        flops: int,
+        moved: int,
+        *,
+        added: int = 0,
+        sliced: bool = False,
+    ) -> Price:
+        """Returns the price of a product.
+
+        Args:
+            shapes: of the operands.
+            numbers: the contracted dims of both, and the batch dims of the first.
+            flops: its floating-point operations.
+            moved: bytes that it reads and writes.
+            added: bytes of the array that it is added to.
+            sliced: whether its operands are slices of larger arrays, read in place.
+        """
         left, right = shapes[:2]
         contracted = math.prod(left.dims[d] for d in numbers[0])
         batch = math.prod(left.dims[d] for d in numbers[2])
         rows = left.size // max(1, contracted * batch)
         columns = right.size // max(1, contracted * batch)
         lies = (_minor(left) in numbers[0], _minor(right) in numbers[1])
-        return self.matmul((batch, rows, columns, contracted), shapes, lies, flops, moved)
+        sizes = (batch, rows, columns, contracted)
+        return self.matmul(sizes, shapes, lies, flops, moved, added=added, sliced=sliced)
 
     def matmul(
         self,
@@ -174,13 +229,34 @@ class GpuPricer:
         lies: tuple[bool, bool],
         flops: int,
         moved: int,
+        *,
+        added: int = 0,
+        sliced: bool = False,
     ) -> Price:
         rates = self.rates
         products = _products(rates, shapes[0].dtype)
-        share = products.layouts[lies]
-        seconds = tiled_seconds(products, rates.cores, rates.bandwidth, share, *sizes)
-        streamed = moved / rates.bandwidth
-        total = products.start + max(seconds, streamed) + 0.15 * min(seconds, streamed)
+        wide = shapes[0].nbytes >= 4 * shapes[0].size
+        _, rows, columns, contracted = sizes
+        minors = (contracted if lies[0] else rows, contracted if lies[1] else columns, columns)
+        size = shapes[0].nbytes // max(1, shapes[0].size)
+        splits, kernels = _SPLITS, [products]
+        if products.older is not None:
+            kernels.append(products.older)
+            if sliced and wide:
+                # Nothing is tuned there: the library's first choice runs, which never splits.
+                kernels, splits = [products.older], (1,)
+            elif any(minor * size % 16 for minor in minors):
+                kernels = [products.older]
+        streamed, total = moved / rates.bandwidth, math.inf
+        seconds = math.inf
+        for kernel in kernels:
+            own = tiled_seconds(
+                kernel, rates.cores, rates.bandwidth, kernel.layouts[lies], *sizes, splits=splits
+            )
+            hidden = max(own, streamed) + kernel.overlap * min(own, streamed)
+            spent = kernel.start + hidden + kernel.added * added / rates.bandwidth
+            if spent < total:
+                total, seconds, products = spent, own, kernel
         kind = "product" if shapes[0].nbytes <= 2 * shapes[0].size else "wide product"
         if streamed > seconds:
             kind = "memory"
@@ -188,7 +264,7 @@ class GpuPricer:
             kind = "launch"
         return Price(total, kind, moved, flops)
 
-    def _call(self, computation: str, instruction: Instruction) -> Price:
+    def _call(self, computation: str, instruction: Instruction, *, sliced: bool = False) -> Price:
         target = target_of(instruction)
         if _NOTHING.search(target):
             return FREE
@@ -199,7 +275,11 @@ class GpuPricer:
         if target.startswith("__cublas$") and len(shapes) >= 2:
             names = ("lhs_contracting", "rhs_contracting", "lhs_batch")
             numbers = [_listed(instruction, f"{name}_dimensions") for name in names]
-            return self.dot(shapes, numbers, flops or 0, access.total)
+            added = re.search(r'"beta":(\d)', instruction.rest)
+            addend = shapes[2].nbytes if added and added[1] != "0" and len(shapes) > 2 else 0
+            # What was written just before is still in the cache.
+            addend = addend if 3 * addend > self.rates.cache else 0
+            return self.dot(shapes, numbers, flops or 0, access.total, added=addend, sliced=sliced)
         if "fmha" in target and shapes:
             return self.attention(instruction, target, shapes, flops or 0, access.total)
         if "__cudnn$conv" in target and shapes:
@@ -241,23 +321,32 @@ class GpuPricer:
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         rows, columns, channels = _implicit(instruction, shapes, wgrad)
         contracted = max(1, flops // max(1, 2 * rows * columns))
-        if channels < 8:
+        if min(channels, rows if wgrad else columns) < 8:
             # Padded to what tensor cores take, and by kernels that nobody tunes for this.
-            seconds = flops / (25e12 * rates.bandwidth / 4.2e12)
+            reached = _padded(instruction, channels, columns, wgrad=wgrad)
+            seconds = flops / (reached * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         if max((int(n) for n in re.findall(r"\d+", _window_size(instruction))), default=1) >= 32:
             # A gradient written as a convolution with the image as its kernel: nobody tunes for it.
             seconds = flops / (6e12 * rates.bandwidth / 4.2e12)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
-        efficiency = 0.5 if wgrad else 0.65 if dgrad else 0.75
+        skipping = _step(instruction)
         if dtype in ("bf16", "f16"):
-            efficiency *= 0.8
+            efficiency = 0.4 if wgrad else 0.52 if dgrad else 0.6
+        else:
+            efficiency = 0.47 if wgrad else 0.8
+            if dgrad:
+                # What a strided window skips is computed as zeros.
+                efficiency = 0.46 if skipping > 1 else 0.65
+        if skipping > 1 and not dgrad:
+            # Pixels between the windows are not read.
+            moved -= int(shapes[0].nbytes * (1 - 1 / skipping))
         seconds = tiled_seconds(
             products, rates.cores, rates.bandwidth, efficiency, 1, rows, columns, contracted,
             splits=_SPLITS if wgrad else (1,),
         )  # fmt: skip
-        streamed = 1.1 * moved / rates.bandwidth
-        total = products.start + max(seconds, streamed) + 0.3 * min(seconds, streamed)
+        streamed = moved / rates.bandwidth
+        total = 1.5 * products.start + max(seconds, streamed) + 0.28 * min(seconds, streamed)
         return Price(total, "convolution", moved, flops)
 
 
@@ -268,23 +357,22 @@ def _products(rates: GpuRates, dtype: str) -> Products:
         return rates.products["bf16"]
     if dtype.startswith("f8"):
         bf16 = rates.products["bf16"]
-        return Products(
-            bf16.start, 1.8 * bf16.rate, bf16.depth, bf16.small, bf16.split, bf16.layouts
-        )
+        return bf16.scaled(1.8)
     if dtype == "f64":
         f32 = rates.products["f32"]
-        return Products(f32.start, 0.1 * f32.rate, f32.depth, f32.small, f32.split, f32.layouts)
+        return dataclasses.replace(f32, rate=0.1 * f32.rate, older=None)
     return rates.products["f32" if dtype in ("f32", "c64") else "bf16"]
 
 
 @functools.lru_cache(65536)
 def _tiled(
     start: float, rate: float, depth: float, small: float, split: float,
+    tiles_known: tuple[tuple[int, int], ...],
     cores: int, bandwidth: float, batch: int, rows: int, columns: int, contracted: int,
     splits: tuple[int, ...],
 ) -> float:  # fmt: skip
     best = math.inf
-    for m, n in _TILES:
+    for m, n in tiles_known:
         tiles = batch * -(-rows // m) * -(-columns // n)
         each = 2 * m * n * (1 + small * (128 / m + 128 / n) / 2) / rate
         for parts in splits:
@@ -305,8 +393,19 @@ def tiled_seconds(
     """Returns the seconds of a product in the best of many tilings, without its start."""
     return _tiled(
         products.start, products.rate * share, products.depth, products.small, products.split,
-        cores, bandwidth, batch, max(1, rows), max(1, columns), max(1, contracted), splits,
+        products.tiles, cores, bandwidth, batch, max(1, rows), max(1, columns), max(1, contracted), splits,
     )  # fmt: skip
+
+
+def _padded(instruction: Instruction, channels: int, columns: int, *, wgrad: bool) -> float:
+    """Returns the flops per second of a convolution from or to very few channels, as images have."""
+    if channels >= 8:
+        return 4e12 if wgrad else 8e12
+    if wgrad:
+        return 10e12 if columns < 32 else 40e12
+    # Windows that overlap read the same pixels again, from the cache.
+    taps = math.prod(int(n) for n in _window_size(instruction).split("x") if n)
+    return 20e12 if taps * channels < 32 or _step(instruction) >= 1 else 36e12
 
 
 def _window_size(instruction: Instruction) -> str:
@@ -314,11 +413,31 @@ def _window_size(instruction: Instruction) -> str:
     return found[1] if found else ""
 
 
-def _reducing(reduce: Instruction, inside: list[Instruction]) -> float:
-    """Returns how much slower a reduction streams: over rows nearly as a copy, over columns not."""
-    given = next((i for i in inside if i.name in reduce.operands and i.shapes), None)
+def _step(instruction: Instruction) -> float:
+    """Returns the strides of a window over its sizes: above 1, it skips pixels."""
+    found = re.search(r"stride=([\dx]+)", instruction.attribute("window"))
+    strides = [int(n) for n in found[1].split("x")] if found else [1]
+    sizes = [int(n) for n in _window_size(instruction).split("x") if n] or [1]
+    return math.prod(strides) / math.prod(sizes)
+
+
+def _over_columns(reduce: Instruction, inside: Sequence[Instruction]) -> bool:
+    """Returns whether a reduction leaves the contiguous dim."""
+    given = next((i for i in inside if i.name == reduce.operands[0] and i.shapes), None)
     dims = {int(n) for n in re.findall(r"\d+", reduce.attribute("dimensions"))}
-    return 1.03 if given is None or _minor(given.shapes[0]) in dims else 1.2
+    return given is not None and _minor(given.shapes[0]) not in dims
+
+
+def _nested(inside: Sequence[Instruction]) -> bool:
+    """Returns whether a transpose is transposed again."""
+    below: set[str] = set()
+    for i in inside:
+        touched = any(name in below for name in i.operands)
+        if i.opcode == "transpose" and touched:
+            return True
+        if touched or i.opcode == "transpose":
+            below.add(i.name)
+    return False
 
 
 def _implicit(instruction: Instruction, shapes: list[Shape], wgrad: bool) -> tuple[int, int, int]:
@@ -355,7 +474,7 @@ def product_seconds(rates: GpuRates, dtype: str, rows: int, columns: int, contra
     seconds = tiled_seconds(
         products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted
     )
-    return products.start + max(seconds, moved) + 0.15 * min(seconds, moved)
+    return products.start + max(seconds, moved) + products.overlap * min(seconds, moved)
 
 
 def attention_seconds(rates: GpuRates, shape: tuple[int, int, int, int]) -> float:

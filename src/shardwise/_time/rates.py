@@ -8,6 +8,15 @@ from collections.abc import Mapping
 
 from .._chips import CHIPS, Chip
 
+MANY_TILES = tuple(
+    (m, n)
+    for m in (32, 64, 96, 128, 160, 192, 256, 320)
+    for n in (32, 64, 96, 128, 160, 192, 256, 320)
+    if 64 * 32 <= m * n <= 320 * 128
+)
+# Kernels of float32 come in fewer sizes, so that more of the last wave is idle.
+_FEW_TILES = tuple((m, n) for m in (64, 128, 256) for n in (64, 128, 256) if m * n <= 128 * 256)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Products:
@@ -22,6 +31,12 @@ class Products:
         split: seconds that a product split along the contracted dim takes to be summed.
         layouts: the share of the rate by how the operands lie: whether the contracted dim is the
             contiguous one, of the first and of the second.
+        tiles: the sizes of tiles that the library has kernels for.
+        overlap: how much of the shorter of computing and streaming is not hidden by the other.
+        added: how much of reading the array that the product is added to is not hidden.
+        older: kernels of the GPU before this one. The library takes them where its own cannot:
+            for rows that are no multiple of 16 bytes, and of float32 for operands that a fusion
+            slices in place.
     """
 
     start: float
@@ -30,6 +45,15 @@ class Products:
     small: float
     split: float
     layouts: Mapping[tuple[bool, bool], float]
+    tiles: tuple[tuple[int, int], ...] = MANY_TILES
+    overlap: float = 0.15
+    added: float = 0.0
+    older: Products | None = None
+
+    def scaled(self, factor: float) -> Products:
+        """Returns the same kernels, this many times as fast."""
+        older = self.older.scaled(factor) if self.older is not None else None
+        return dataclasses.replace(self, rate=self.rate * factor, older=older)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +67,7 @@ class GpuRates:
         cores: the streaming multiprocessors.
         products: by the dtype of the operands.
         bandwidth: bytes per second of kernels that stream through memory.
+        cache: bytes of the cache that all cores share.
         scalar: scalar operations per second of all cores.
         kernel: seconds that the smallest kernel takes, with its launch.
         atomics: elements per second of a scatter that adds, by bytes of an element.
@@ -59,6 +84,7 @@ class GpuRates:
     cores: int
     products: Mapping[str, Products]
     bandwidth: float
+    cache: float
     scalar: float
     kernel: float
     atomics: Mapping[int, float]
@@ -75,26 +101,49 @@ class GpuRates:
 
 _EVEN = {(True, True): 1.0, (True, False): 0.985, (False, False): 0.985, (False, True): 0.985}
 # TF32 tensor cores want both contracted dims contiguous.
-_TF32 = {(True, True): 1.0, (True, False): 0.86, (False, False): 0.61, (False, True): 0.7}
+_TF32 = {(True, True): 1.0, (True, False): 0.83, (False, False): 0.56, (False, True): 1.0}
+_TF32_AMPERE = {(True, True): 1.0, (True, False): 0.97, (False, False): 0.86, (False, True): 0.59}
 
 H200 = GpuRates(
     name="h200",
     label="measured",
-    source="kernels of 12 recipes on one H200 (benchmarks/step_time)",
+    source="kernels of 44 recipes on one H200 (benchmarks/step_time)",
     cores=132,
     products={
         "bf16": Products(3.0e-6, 7.96e12, 57, 0.256, 2.8e-6, _EVEN),
-        "f32": Products(4.0e-6, 8.6e12, 178, 2.14, 3.9e-6, _TF32),
+        "f32": Products(
+            4.0e-6,
+            4.67e12,
+            60,
+            0.267,
+            3.8e-6,
+            _TF32,
+            _FEW_TILES,
+            overlap=0.45,
+            added=0.92,
+            older=Products(
+                1.1e-6,
+                5.0e12,
+                139,
+                2.02,
+                3.8e-6,
+                _TF32_AMPERE,
+                _FEW_TILES,
+                overlap=0.45,
+                added=0.92,
+            ),
+        ),
     },
     bandwidth=4.2e12,
+    cache=50e6,
     scalar=33e12,
     kernel=1.5e-6,
     atomics={2: 0.14e12, 4: 0.27e12},
     attention={(128, False): 655e12, (128, True): 515e12, (64, False): 455e12, (64, True): 355e12},
     attention_length=1150,
-    power=0.10,
+    power=0.125,
     iteration=2.0e-6,
-    dispatch=60e-6,
+    dispatch=120e-6,
 )
 
 
@@ -111,6 +160,7 @@ def _scaled(chip: Chip) -> GpuRates:
     memory = chip.hbm_bytes_per_second / known.hbm_bytes_per_second
     each = _REACHED.get(chip.name, 1.0) * peak * known.gpu.cores / gpu.cores
     scalar = gpu.cores * gpu.fpus_per_core * gpu.clock_ghz
+    hopper = chip.bf16_flops_per_second > 5e14
     scalar /= known.gpu.cores * known.gpu.fpus_per_core * known.gpu.clock_ghz
     return dataclasses.replace(
         H200,
@@ -119,15 +169,17 @@ def _scaled(chip: Chip) -> GpuRates:
         source="the measured H200, scaled by the datasheets",
         cores=gpu.cores,
         products={
-            dtype: dataclasses.replace(rates, rate=rates.rate * each)
+            # What Hopper's library takes from Ampere has no counterpart on Ampere itself.
+            dtype: dataclasses.replace(rates, older=rates.older if hopper else None).scaled(each)
             for dtype, rates in H200.products.items()
         },
         bandwidth=H200.bandwidth * memory,
+        cache=gpu.l2_bytes,
         scalar=H200.scalar * scalar,
         atomics={size: rate * memory for size, rate in H200.atomics.items()},
         attention={key: rate * peak for key, rate in H200.attention.items()},
         # The older chips reach their rates without meeting their power limits.
-        power=H200.power if chip.bf16_flops_per_second > 5e14 else 0.0,
+        power=H200.power if hopper else 0.0,
     )
 
 
