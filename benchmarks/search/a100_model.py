@@ -3,7 +3,7 @@
 Each kernel of a layer is listed as Megatron launches it and priced with the library's own A100
 rates (`shardwise._time`): products by their shapes, everything else by the bytes it streams,
 collectives by their groups. What the library cannot know, because it is PyTorch's and not the
-chip's, is in `Constants`: ten numbers, fitted by `a100_fit.py`.
+chip's, is in `Constants`: eight numbers, fitted by `a100_fit.py`.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from shardwise._time.links import gpu_seconds
 VOCAB = 51_200  # GPT-2's 50,257 words, padded as Megatron does
 NODE = 8
 RATES = gpu_rates("a100")
+# Adam on float32 copies: gradient, copy and both moments are read, all but the first are written.
+OPTIMIZER_BYTES = 28
 # 800 Gb/s between nodes, as vTrain states: 12.5 GB/s for each GPU.
 NETWORK = 100e9 / NODE
 
@@ -31,38 +33,33 @@ class Constants:
         logit_bytes: bytes streamed for each logit by the loss and its gradient, in float32 and
             unfused.
         gradient_bytes: bytes streamed for each parameter and micro batch to accumulate gradients.
-        optimizer_bytes: bytes streamed for each parameter by unscaling, clipping and Adam.
         launch: seconds in which Python launches the kernels of one layer, forward and backward.
         unfused: more of them, where Megatron's fused softmax does not apply.
         micro_launch: the same for what a micro batch needs besides its layers.
-        overlap: how well launches and kernels overlap: see `overlapped`.
-        transfer: seconds that a transfer between stages takes, besides its bytes.
+        overlap: the share of the shorter of launches and kernels that is not hidden behind the
+            other if both take equally long, on one device.
         network: the share of the network's bandwidth that is left for one job.
     """
 
     attention: float
     logit_bytes: float
     gradient_bytes: float
-    optimizer_bytes: float
     launch: float
     unfused: float
     micro_launch: float
     overlap: float
-    transfer: float
     network: float
 
 
 FITTED = Constants(
-    attention=2.1,
-    logit_bytes=180.0,
-    gradient_bytes=20.0,
-    optimizer_bytes=25.0,
-    launch=3.1e-3,
-    unfused=1.2e-3,
-    micro_launch=3.2e-3,
-    overlap=3.2,
-    transfer=3.2e-5,
-    network=0.75,
+    attention=1.78,
+    logit_bytes=185.0,
+    gradient_bytes=15.5,
+    launch=3.33e-3,
+    unfused=1.49e-3,
+    micro_launch=2.49e-3,
+    overlap=0.265,
+    network=0.597,
 )
 
 
@@ -191,13 +188,13 @@ def cluster(devices, network):
 def overlapped(launches, kernels, tensor, constants):
     """Returns how long a stretch of work takes that Python launches while the device runs.
 
-    The longer of the two, and some of the other: less of it the better they overlap. Each
-    all-reduce of a tensor group waits for the slowest of its processes, so launches are hidden
-    less the larger the group is: a norm of order `1 + overlap / tensor`.
+    The longer of the two, and a share of the shorter one: little if they differ much, because one
+    of them is then always ahead. Each all-reduce waits for the slowest process of its tensor group,
+    so the share grows with the group.
     """
-    order = 1 + constants.overlap / tensor
-    longest = max(launches, kernels)
-    return longest * sum((t / longest) ** order for t in (launches, kernels)) ** (1 / order)
+    longer, shorter = max(launches, kernels), min(launches, kernels)
+    exposed = constants.overlap * math.sqrt(tensor) * (shorter / longer) ** 2
+    return longer + exposed * shorter
 
 
 def one_f_one_b(forward, backward, transfer, micros):
@@ -293,7 +290,6 @@ def step_seconds(layout, constants=FITTED):
         size = 2 * layout.micro_batch * layout.sequence * layout.width / tensor
         pair = [0, data * tensor]
         transfer = gpu_seconds(chips, "collective-permute", size, [pair]).seconds
-        transfer += constants.transfer
     seconds = one_f_one_b(forward, backward, transfer, layout.micros)
     table = VOCAB * layout.width / tensor
     layers = math.ceil(layout.layers / stages)
@@ -306,7 +302,7 @@ def step_seconds(layout, constants=FITTED):
         # The first and the last stage share the table of the embedding.
         ends = [0, data * tensor * (stages - 1)]
         seconds += gpu_seconds(chips, "all-reduce", 2 * table, [ends]).seconds
-    return seconds + constants.optimizer_bytes * held / RATES.bandwidth
+    return seconds + OPTIMIZER_BYTES * held / RATES.bandwidth
 
 
 def parameters(layout):
