@@ -3,7 +3,7 @@
 Each kernel of a layer is listed as Megatron launches it and priced with the library's own A100
 rates (`shardwise._time`): products by their shapes, everything else by the bytes it streams,
 collectives by their groups. What the library cannot know, because it is PyTorch's and not the
-chip's, is in `Constants`: eight numbers, fitted by `a100_fit.py`.
+chip's, is in `Constants`: nine numbers, fitted by `a100_fit.py`.
 """
 
 import dataclasses
@@ -34,7 +34,9 @@ class Constants:
             unfused.
         gradient_bytes: bytes streamed for each parameter and micro batch to accumulate gradients.
         launch: seconds in which Python launches the kernels of one layer, forward and backward.
-        unfused: more of them, where Megatron's fused softmax does not apply.
+        straggle: seconds by which each process of a tensor group delays the launches of one layer:
+            its all-reduces wait for the slowest.
+        unfused: more launches, where Megatron's fused softmax does not apply.
         micro_launch: the same for what a micro batch needs besides its layers.
         overlap: the share of the shorter of launches and kernels that is not hidden behind the
             other if both take equally long, on one device.
@@ -45,6 +47,7 @@ class Constants:
     logit_bytes: float
     gradient_bytes: float
     launch: float
+    straggle: float
     unfused: float
     micro_launch: float
     overlap: float
@@ -52,14 +55,15 @@ class Constants:
 
 
 FITTED = Constants(
-    attention=1.78,
-    logit_bytes=185.0,
-    gradient_bytes=15.5,
-    launch=3.33e-3,
-    unfused=1.49e-3,
-    micro_launch=2.49e-3,
-    overlap=0.265,
-    network=0.597,
+    attention=1.75,
+    logit_bytes=193.0,
+    gradient_bytes=17.5,
+    launch=3.19e-3,
+    straggle=8.2e-5,
+    unfused=0.99e-3,
+    micro_launch=2.76e-3,
+    overlap=0.244,
+    network=0.629,
 )
 
 
@@ -247,7 +251,7 @@ def stage_seconds(layout, constants, chips):
     ]
     bandwidth = RATES.bandwidth
     kernels[1] += constants.gradient_bytes * 12 * width**2 / tensor / bandwidth
-    launches = constants.launch
+    launches = constants.launch + constants.straggle * (tensor - 1)
     if not fused_softmax(micro, layout.heads, tensor):
         launches += constants.unfused
     # A backward pass launches about twice the kernels of a forward pass.
