@@ -91,8 +91,8 @@ class Layout:
     def recomputed(self) -> bool:
         """Whether the backward pass runs each layer again.
 
-        The rows do not say. Those on several nodes would not fit without it and take as long as
-        with it; those on one node would take a quarter less than with it.
+        The rows do not say. With the opposite choice, those on one node are predicted 28% too long
+        and those on several nodes 25% too short.
         """
         return self.devices > NODE
 
