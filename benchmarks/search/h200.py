@@ -1,7 +1,7 @@
 """Compares what `sw.search` picks on one H200 with the best of all that it can choose from.
 
     python benchmarks/search/h200.py predict predicted.json     # on any machine with shardwise[gpu]
-    python benchmarks/search/h200.py measure measured.json      # on the H200
+    python benchmarks/search/h200.py measure measured.json [MODEL]   # on the H200
     python benchmarks/search/h200.py table predicted.json measured.json
 
 The choices are the remat policy of the blocks and the accumulation, for a fixed global batch. Each
@@ -112,9 +112,11 @@ def predict(path):
         json.dump(found, file, indent=1)
 
 
-def measure(path):
+def measure(path, only=""):
     found = {}
     for name in MODELS:
+        if only not in name:
+            continue
         for remat in REMATS:
             for parts in PARTS:
                 run = [sys.executable, __file__, "one", name, str(remat), str(parts)]
@@ -148,7 +150,7 @@ def one(name, remat, parts):
         state = sw.train_state(recipe, layout)
         step = sw.train_step(recipe, layout)
         rounds = []
-        for number in range(8):
+        for number in range(6):
             start = time.perf_counter()
             state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))

@@ -465,16 +465,30 @@ def _listed(instruction: Instruction, name: str) -> list[int]:
     return [int(n.strip('"')) for n in found[1].split(",") if n] if found else []
 
 
-def product_seconds(rates: GpuRates, dtype: str, rows: int, columns: int, contracted: int) -> float:
-    """Returns the seconds of one product of two matrices in row-major order."""
+def product_seconds(
+    rates: GpuRates, dtype: str, rows: int, columns: int, contracted: int,
+    *, batch: int = 1, lies: tuple[bool, bool] = (True, False),
+) -> float:  # fmt: skip
+    """Returns the seconds of a product of two matrices, or of a batch of them.
+
+    `lies` says of each operand whether its contracted dim is the contiguous one: by default both
+    are in row-major order.
+    """
     products = rates.products[dtype]
     size = 2 if dtype == "bf16" else 4
-    moved = size * (rows * contracted + contracted * columns + rows * columns) / rates.bandwidth
-    share = products.layouts[True, False]
+    moved = rows * contracted + contracted * columns + rows * columns
+    moved *= batch * size / rates.bandwidth
     seconds = tiled_seconds(
+<<<<<<< HEAD
         products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted
     )
     return products.start + max(seconds, moved) + products.overlap * min(seconds, moved)
+=======
+        products, rates.cores, rates.bandwidth, products.layouts[lies],
+        batch, rows, columns, contracted,
+    )  # fmt: skip
+    return products.start + max(seconds, moved) + 0.15 * min(seconds, moved)
+>>>>>>> w-a100
 
 
 def attention_seconds(rates: GpuRates, shape: tuple[int, int, int, int]) -> float:
