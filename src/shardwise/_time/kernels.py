@@ -479,16 +479,10 @@ def product_seconds(
     moved = rows * contracted + contracted * columns + rows * columns
     moved *= batch * size / rates.bandwidth
     seconds = tiled_seconds(
-<<<<<<< HEAD
-        products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted
-    )
-    return products.start + max(seconds, moved) + products.overlap * min(seconds, moved)
-=======
         products, rates.cores, rates.bandwidth, products.layouts[lies],
         batch, rows, columns, contracted,
     )  # fmt: skip
-    return products.start + max(seconds, moved) + 0.15 * min(seconds, moved)
->>>>>>> w-a100
+    return products.start + max(seconds, moved) + products.overlap * min(seconds, moved)
 
 
 def attention_seconds(rates: GpuRates, shape: tuple[int, int, int, int]) -> float:
