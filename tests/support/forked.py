@@ -8,6 +8,7 @@ Python started, so it is for every test but those of how a process starts.
 import atexit
 import ctypes
 import gc
+import io
 import json
 import os
 import runpy
@@ -133,8 +134,11 @@ def become(arguments, environment):
             kind = type(now) if isinstance(now, int | float) else str
             jax.config.update(name.lower(), kind(float(value)) if kind is not str else value)
     if environment.get("PYTHONUNBUFFERED"):
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)
+        # `reconfigure(write_through=True)` alone would leave it in the buffer below the text.
+        for name in ("stdout", "stderr"):
+            raw = open(getattr(sys, name).fileno(), "wb", 0, closefd=False)
+            kept = {"encoding": getattr(sys, name).encoding, "errors": getattr(sys, name).errors}
+            setattr(sys, name, io.TextIOWrapper(raw, write_through=True, **kept))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [*arguments]
 
