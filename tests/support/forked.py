@@ -57,6 +57,7 @@ class _Parent:
 
     def __init__(self):
         self.socket, theirs = socket.socketpair()
+        self.lock = threading.Lock()
         given = {k: v for k, v in os.environ.items() if k == "JAX_PLATFORMS" or k[:4] != "JAX_"}
         for name in ("XLA_FLAGS", "PYTHONUNBUFFERED"):
             given.pop(name, None)
@@ -71,7 +72,10 @@ class _Parent:
         atexit.register(self.end)
 
     def fork(self, asked, descriptors):
-        text = json.dumps(asked).encode()
+        with self.lock:
+            return self._fork(json.dumps(asked).encode(), descriptors)
+
+    def _fork(self, text, descriptors):
         # What is forked loses its parent at once, and becomes a child of the process that asked.
         prctl = ctypes.CDLL(None).prctl
         prctl(_SUBREAPER, 1, 0, 0, 0)
