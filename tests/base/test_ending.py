@@ -35,9 +35,9 @@ def wait_until_ready(process):
         time.sleep(0.001)
 
 
-def stop(number, after):
+def stop(number, after, process):
     """Returns the status and stderr of a plan that receives a signal after some seconds."""
-    process = begin(*PLAN)
+    process = begin(*PLAN, process=process)
     wait_until_ready(process)
     try:
         process.wait(timeout=after)
@@ -47,24 +47,35 @@ def stop(number, after):
     return process.returncode, err
 
 
+def seconds_of(process):
+    """Returns how long a plan takes that receives no signal."""
+    began = time.monotonic()
+    done = begin(*PLAN, process=process)
+    assert done.communicate()[1] == "" and done.returncode == 0
+    return time.monotonic() - began
+
+
 def test_a_signal_at_any_moment_ends_with_its_status():
     """In Python, in JAX's C++ and during imports; close to exit the status is -2 instead of 130."""
-    began = time.monotonic()
-    done = begin(*PLAN)
-    assert done.communicate()[1] == "" and done.returncode == 0
-    span = time.monotonic() - began
+    forked.run([sys.executable, "-c", ""])  # from now on, all is imported
+    started, imported = seconds_of(subprocess.Popen), seconds_of(forked.Forked)
     # One in each part of the run: as even as that, a few leave no longer gap than many at random.
+    # While it imports, in processes that Python starts; after that, in those that begin there.
     moments = random.Random(0)
     tries = [
-        (number, (part + moments.random()) / parts * span * 0.9)
-        for number, parts in ((signal.SIGINT, 16), (signal.SIGTERM, 4))
+        (number, (part + moments.random()) / parts * span, process)
+        for process, span, counts in (
+            (subprocess.Popen, max(started - imported, 0.5 * started), (10, 2)),
+            (forked.Forked, 0.9 * imported, (8, 3)),
+        )
+        for number, parts in zip((signal.SIGINT, signal.SIGTERM), counts, strict=True)
         for part in range(parts)
     ]
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda given: stop(*given), tries))
     words = {signal.SIGINT: "shardwise: interrupted\n", signal.SIGTERM: "shardwise: terminated\n"}
     ended = 0
-    for (number, after), (status, err) in zip(tries, results, strict=True):
+    for (number, after, _), (status, err) in zip(tries, results, strict=True):
         if (status, err) == (0, ""):
             continue  # it had already finished
         ended += 1

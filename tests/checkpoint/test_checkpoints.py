@@ -439,11 +439,14 @@ def test_specs_may_cut_one_dim_over_two_axes(saved):
 
 def test_a_save_that_is_refused_leaves_no_thread_writing(tmp_path):
     # Large enough that writing takes longer than finding out that it must not be kept.
-    make = lambda: nnx.Linear(2**11, 2**12, use_bias=False, rngs=nnx.Rngs(0))  # noqa: E731
+    shape, zeros = (2**11, 2**12), nnx.initializers.zeros
+    make = lambda: nnx.Linear(*shape, use_bias=False, kernel_init=zeros, rngs=nnx.Rngs(0))  # noqa: E731
     batch = jax.ShapeDtypeStruct((8, 2**11), "float32")
     recipe = sw.Recipe(model=make, loss=loss, optimizer=optax.sgd(0.1), batch=batch)
     state = sw.train_state(recipe, sw.layout(make, sw.mesh("data=8"), "dp"))
-    state.model["kernel"] = state.model["kernel"].at[0, 0].set(jnp.nan)
+    kernel = np.random.default_rng(0).random(shape, "float32")  # zeros are compressed to nothing
+    kernel[0, 0] = np.nan
+    state.model["kernel"] = jax.device_put(kernel, state.model["kernel"].sharding)
     checkpoints = sw.Checkpoints(tmp_path)
     checkpoints.save(1, state, finite=["kernel"])
     with pytest.raises(sw.NotFinite, match="kernel is not finite after step 1"):

@@ -1,6 +1,6 @@
 """Runs the zoo from layout to restore on all devices of all processes; prints the losses.
 
-All its models are parts of one: one program of a step, one checkpoint. `zoo.py DIRECTORY`
+All its models but one are parts of one: one program of a step, one checkpoint. `zoo.py DIRECTORY`
 """
 
 import json
@@ -18,20 +18,25 @@ import optax
 from flax import nnx
 from models import ZOO
 
-NAMES = {name.replace(" ", "_"): name for name in ZOO}
+# A helper with arrays has its model built three times for each trace: it is a model of its own.
+APART = ["helper"]
+GROUPS = [[name for name in ZOO if name not in APART], APART]
 
 
 class Zoo(nnx.Module):
-    """Every model, as a part of one."""
+    """Models as parts of one."""
 
-    def __init__(self):
-        for part, name in NAMES.items():
-            setattr(self, part, ZOO[name][0]())
+    def __init__(self, names):
+        for name in names:
+            setattr(self, name.replace(" ", "_"), ZOO[name][0]())
 
 
 def loss(model, batch):
     """Returns the sum of all losses, and each of them."""
-    each = {part: ZOO[name][1](getattr(model, part), batch[part]) for part, name in NAMES.items()}
+    each = {
+        name: ZOO[name][1](getattr(model, name.replace(" ", "_")), rows)
+        for name, rows in batch.items()
+    }
     return sum(each.values()), each
 
 
@@ -61,12 +66,22 @@ def given(name):
 
 def losses(directory=None):
     """Returns the losses of each model: two steps, and one more, after a restore if saved."""
-    shapes = {part: ZOO[name][2] for part, name in NAMES.items()}
-    recipe, layout = recipe_of(Zoo, loss, shapes), split(Zoo)
+    found = {}
+    for number, names in enumerate(GROUPS):
+        found |= losses_of(names, directory and f"{directory}/{number}")
+    return found
+
+
+def losses_of(names, directory):
+    def make():
+        return Zoo(names)
+
+    shapes = {name: ZOO[name][2] for name in names}
+    recipe, layout = recipe_of(make, loss, shapes), split(make)
     state, step = sw.train_state(recipe, layout), sw.train_step(recipe, layout)
-    assert not sw.audit(layout, state.to_model(Zoo)).errors
-    batch = {part: batch_like(shape) for part, shape in shapes.items()}
-    found = {part: [] for part in NAMES}
+    assert not sw.audit(layout, state.to_model(make)).errors
+    batch = {name: batch_like(shape) for name, shape in shapes.items()}
+    found = {name: [] for name in names}
     for number in range(3):
         if number == 2 and directory:
             checkpoints = sw.Checkpoints(directory)
@@ -74,8 +89,8 @@ def losses(directory=None):
             checkpoints.close()
             state = checkpoints.restore(recipe, layout)
         state, metrics = step(state, batch)
-        for part in NAMES:
-            found[part].append(float(metrics[part]))
+        for name in names:
+            found[name].append(float(metrics[name]))
     return found
 
 

@@ -8,6 +8,7 @@ Python started, so it is for every test but those of how a process starts.
 import atexit
 import ctypes
 import gc
+import io
 import json
 import os
 import runpy
@@ -56,6 +57,7 @@ class _Parent:
 
     def __init__(self):
         self.socket, theirs = socket.socketpair()
+        self.lock = threading.Lock()
         given = {k: v for k, v in os.environ.items() if k == "JAX_PLATFORMS" or k[:4] != "JAX_"}
         for name in ("XLA_FLAGS", "PYTHONUNBUFFERED"):
             given.pop(name, None)
@@ -70,7 +72,10 @@ class _Parent:
         atexit.register(self.end)
 
     def fork(self, asked, descriptors):
-        text = json.dumps(asked).encode()
+        with self.lock:
+            return self._fork(json.dumps(asked).encode(), descriptors)
+
+    def _fork(self, text, descriptors):
         # What is forked loses its parent at once, and becomes a child of the process that asked.
         prctl = ctypes.CDLL(None).prctl
         prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -133,8 +138,11 @@ def become(arguments, environment):
             kind = type(now) if isinstance(now, int | float) else str
             jax.config.update(name.lower(), kind(float(value)) if kind is not str else value)
     if environment.get("PYTHONUNBUFFERED"):
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)
+        # `reconfigure(write_through=True)` alone would leave it in the buffer below the text.
+        for name in ("stdout", "stderr"):
+            raw = open(getattr(sys, name).fileno(), "wb", 0, closefd=False)
+            kept = {"encoding": getattr(sys, name).encoding, "errors": getattr(sys, name).errors}
+            setattr(sys, name, io.TextIOWrapper(raw, write_through=True, **kept))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = [*arguments]
 
