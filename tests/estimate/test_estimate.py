@@ -1,10 +1,10 @@
 """What a step would take, from the partitioned program."""
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from mlp_step import compiled_step
 
 import shardwise as sw
 from shardwise import models
@@ -14,28 +14,9 @@ from shardwise._estimate.partition import partition
 from shardwise._estimate.simplify import simplified
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(1024, 4096, rngs=rngs)
-        self.down = nnx.Linear(4096, 1024, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.relu(self.up(x)))
-
-
-RECIPE = sw.Recipe(
-    model=lambda: Model(nnx.Rngs(0)),
-    loss=lambda model, x: jnp.mean(model(x) ** 2),
-    optimizer=optax.adam(1e-3),
-    batch=jax.ShapeDtypeStruct((2048, 1024), "float32"),
-    compute_dtype="bfloat16",
-)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiled():
-    layout = sw.layout(RECIPE.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
-    return RECIPE, layout, sw.compile(RECIPE, layout, show=False)
+    return compiled_step()
 
 
 def test_an_estimate_agrees_with_the_compiler(compiled):

@@ -5,10 +5,8 @@ import json
 import re
 
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
+from mlp_step import compiled_step
 
 import shardwise as sw
 from shardwise._chips import parse_chips
@@ -206,6 +204,7 @@ def test_what_runs_between_start_and_done_hides_the_transfer():
     (row,) = hidden.communication
     assert row.axes == ("data",) and row.link == "nvlink"
     assert row.exposed == 0 and row.overlapped == row.seconds > 0
+    assert {share.name: share.bytes for share in hidden.instructions}["s"] == 2 * 4096 * 4096
     assert bare.communication[0].exposed == pytest.approx(bare.communication[0].seconds)
     assert bare.seconds == pytest.approx(hidden.seconds + row.seconds)
 
@@ -213,25 +212,9 @@ def test_what_runs_between_start_and_done_hides_the_transfer():
 # --- a real step on chips that are absent -------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiled():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(1024, 4096, rngs=rngs)
-            self.down = nnx.Linear(4096, 1024, rngs=rngs)
-
-        def __call__(self, x):
-            return self.down(nnx.relu(self.up(x)))
-
-    recipe = sw.Recipe(
-        model=lambda: Model(nnx.Rngs(0)),
-        loss=lambda model, x: jnp.mean(model(x) ** 2),
-        optimizer=optax.adam(1e-3),
-        batch=jax.ShapeDtypeStruct((2048, 1024), "float32"),
-        compute_dtype="bfloat16",
-    )
-    layout = sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
-    return recipe, layout, sw.compile(recipe, layout, show=False)
+    return compiled_step()
 
 
 def test_the_parts_are_the_whole(compiled):
@@ -242,7 +225,7 @@ def test_the_parts_are_the_whole(compiled):
     assert 0 < time.mfu < 1 and time.tokens is None and time.tokens_per_second is None
     assert time.gains[time.bound] == max(time.gains.values())
     assert {"up", "down"} <= {share.name for share in time.modules}
-    assert any(re.search(r"test_time\.py:\d+", share.name) for share in time.lines)
+    assert any(re.search(r"mlp_step\.py:\d+", share.name) for share in time.lines)
     assert time.verdict in str(compiled[2])
 
 
@@ -285,7 +268,11 @@ def test_the_timeline_opens_in_perfetto(compiled, tmp_path):
         for (start, long), (following, _) in zip(own, own[1:], strict=False):
             assert start + long <= following + 0.01
     assert any(row["args"].get("flops") for row in slices)
-    assert any("test_time.py" in row["args"].get("line", "") for row in slices)
+    # The largest message is the batch in bfloat16, which is smaller than a kernel.
+    (link,) = [row["tid"] for row in trace["traceEvents"] if row["args"].get("name") == "nvlink"]
+    moved = [row["args"].get("bytes", 0) for row in slices if row["tid"] == link]
+    assert all(moved) and max(moved) == 2 * 2048 * 1024
+    assert any("mlp_step.py" in row["args"].get("line", "") for row in slices)
 
 
 def test_faster_chips_take_less_time(compiled):

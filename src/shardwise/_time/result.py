@@ -32,7 +32,8 @@ class Share:
         name: what it is: a module, a line, or an instruction.
         seconds: its time on the compute stream, and communication that is waited for (modelled).
         flops: its floating-point operations.
-        bytes: bytes of main memory that it reads and writes.
+        bytes: bytes of main memory that it reads and writes; of collectives, those of the larger of
+            operand and result on one device.
     """
 
     name: str

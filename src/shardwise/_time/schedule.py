@@ -103,7 +103,7 @@ class Schedule:
         self.flights: dict[tuple[str, str], _Flight] = {}
         self.pending: dict[tuple[str, str], Instruction] = {}
         self.prices: dict[tuple[str, str], Price] = {}
-        self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...]]] = {}
+        self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...], int]] = {}
         self.fused: dict[str, Instruction | None] = {}
         self.chains: dict[str, dict[str, str]] = {}
         self.devices = 1
@@ -262,7 +262,10 @@ class Schedule:
         if not instruction.opcode.endswith("-start"):
             self._land(key)
 
-    def _linked(self, computation: str, instruction: Instruction) -> tuple[Link, tuple[str, ...]]:
+    def _linked(
+        self, computation: str, instruction: Instruction
+    ) -> tuple[Link, tuple[str, ...], int]:
+        """Returns what a collective runs over, its mesh axes, and its bytes."""
         key = (computation, instruction.name)
         if key not in self.links:
             kind = collective_kind(self.module, computation, instruction)
@@ -270,21 +273,21 @@ class Schedule:
                 self.module, computation, instruction, self.mesh, self.devices
             )
             if all(len(set(group)) <= 1 for group in groups) or not size:
-                self.links[key] = (Link("none", 0.0), axes)
+                self.links[key] = (Link("none", 0.0), axes, size)
             else:
                 found = self.link(kind, size, groups)
                 price = Price(found.seconds, "collective", size)
                 found = dataclasses.replace(found, seconds=found.seconds * self.scale(price))
-                self.links[key] = (found, axes)
+                self.links[key] = (found, axes, size)
         return self.links[key]
 
     def _launch(
         self, computation: str, instruction: Instruction, times: int, key: tuple[str, str]
     ) -> None:
-        link, axes = self._linked(computation, instruction)
+        link, axes, size = self._linked(computation, instruction)
         if not link.seconds:
             return
-        price = Price(link.seconds, "collective")
+        price = Price(link.seconds, "collective", size)
         self._fly(link.name, price, computation, instruction, times, key, axes)
 
     def _fly(
