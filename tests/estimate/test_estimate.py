@@ -1,5 +1,7 @@
 """What a step would take, from the partitioned program."""
 
+import dataclasses
+
 import jax
 import optax
 import pytest
@@ -51,6 +53,25 @@ def decoder(batch=(16, 256)):
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
     )
+
+
+def test_recomputation_is_no_work_of_the_model():
+    """The MFU of an estimate means what that of a compiled step does."""
+    found = {}
+    for remat in (None, "nothing_saveable"):
+        config = dataclasses.replace(DECODER, remat=remat)
+        recipe = dataclasses.replace(
+            decoder(), model=lambda config=config: models.Decoder(config, rngs=nnx.Rngs(0))
+        )
+        layout = sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
+        found[remat] = sw.estimate(recipe, layout)
+    plain, again = found.values()
+    assert plain.flops == plain.model_flops == again.model_flops < again.flops
+    assert again.mfu == again.model_flops / (again.seconds * again.peak_flops)
+    compiled = sw.compile(recipe, layout, show=False).time
+    # A compiler may compute a product of attention twice rather than store it.
+    assert again.model_flops == pytest.approx(compiled.model_flops, rel=0.05)
+    assert again.tokens_per_second == 16 * 256 / again.seconds
 
 
 def partitioned(recipe, layout):

@@ -64,6 +64,26 @@ class Communication:
         return self.seconds - self.exposed
 
 
+def mfu_of(model_flops: int, seconds: float, peak_flops: float) -> float:
+    """Returns the share of a device's peak that operations of the model use."""
+    return model_flops / (seconds * peak_flops) if seconds else 0.0
+
+
+def rate_of(tokens: int | None, seconds: float) -> float | None:
+    """Returns tokens per second; None for a step without tokens."""
+    return tokens / seconds if tokens and seconds else None
+
+
+def largest(seconds: Mapping[str, float]) -> str:
+    """Returns the part with the most seconds."""
+    return max(seconds, key=lambda name: seconds[name]) if seconds else "unknown"
+
+
+def is_recomputed(name: str) -> bool:
+    """Returns whether the operation of this name repeats one of the forward pass."""
+    return "rematted_computation" in name
+
+
 @public
 @dataclasses.dataclass(frozen=True)
 class StepTime:
@@ -106,17 +126,17 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """The share of the peak that the model's own operations use, without recomputation."""
-        return self.model_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
+        return mfu_of(self.model_flops, self.seconds, self.peak_flops)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of the global batch per second."""
-        return self.tokens / self.seconds if self.tokens and self.seconds else None
+        return rate_of(self.tokens, self.seconds)
 
     @property
     def bound(self) -> str:
         """The part that the step would gain most from, if it were free."""
-        return max(self.gains, key=lambda name: self.gains[name]) if self.gains else "unknown"
+        return largest(self.gains)
 
     @property
     def verdict(self) -> str:
@@ -342,7 +362,7 @@ def time_of(
         model_flops=sum(
             s.price.flops * s.times
             for s in schedule.slices
-            if "rematted_computation" not in s.instruction.op_name
+            if not is_recomputed(s.instruction.op_name)
         ),
         peak_flops=machine.peak_flops,
         modules=shares["modules"],
