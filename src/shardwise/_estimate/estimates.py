@@ -81,9 +81,7 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        """The largest part of the step: what it would gain if that were free is known once it is
-        compiled.
-        """
+        """The largest part of the step; what each would gain if free, only a compiled step knows."""
         return largest(self.parts)
 
     @property

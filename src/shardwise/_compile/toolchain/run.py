@@ -41,6 +41,15 @@ from .worker import (
 )
 
 _WORKER = Path(__file__).with_name("worker.py")
+# Variables of the environment that change what the compilers make of a program.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SETTINGS = (
+    "JAX_OPTIMIZATION_LEVEL", "JAX_MEMORY_FITTING_LEVEL", "JAX_EXEC_TIME_OPTIMIZATION_EFFORT",
+    "JAX_MEMORY_FITTING_EFFORT", "JAX_ENABLE_REMAT_OPT_PASS", "JAX_XLA_PROFILE_VERSION",
+    "JAX_USE_SHARDY_PARTITIONER", "TPU_MEGACORE",
+)  # fmt: skip
+# JAX adds it to the environment itself, at a moment that differs.
+_ADDED = "--xla_tpu_use_enhanced_launch_barrier=true"
 
 
 @public
@@ -134,7 +143,7 @@ def compile_absent(
         versions |= require_compiler(chips).versions
     worker = _WORKER.read_text()
     digest = hashlib.sha256(same.encode())
-    parts = [FORMAT, request, versions, worker]
+    parts = [FORMAT, request, versions, worker, _environment()]
     digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
     key = digest.hexdigest()[:32]
     kept = _kept(key)
@@ -170,6 +179,21 @@ def compile_absent(
             )
     _keep(key, program, show)
     return program
+
+
+def _environment() -> dict[str, Any]:
+    """Returns what the environment adds to a program's identity."""
+    found: dict[str, Any] = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+    for name in _FLAGS:
+        # Of two equal flags the last counts, so their order is kept.
+        flags = [flag for flag in os.environ.get(name, "").split() if flag != _ADDED]
+        for place, flag in enumerate(flags):
+            if not flag.startswith("-"):  # a file of flags
+                with contextlib.suppress(OSError):
+                    flags[place] = Path(flag).read_text(errors="replace")
+        if flags:
+            found[name] = flags
+    return found
 
 
 def _topology(chips: Chips | None) -> dict[str, Any]:
