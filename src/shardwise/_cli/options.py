@@ -70,7 +70,7 @@ OnOption = Annotated[
         "--on",
         metavar="DEVICES",
         help="none (arithmetic only), here (the devices present), cpu:8 (virtual CPU devices), "
-        "or chips, which need not be present, such as v5p:4x8x8 or h200:8x8.",
+        "or chips, which need not be present, such as v5p:4x8x8, 2xv5p:4x8x8 (two slices) or h200:8x8.",
         rich_help_panel=MODEL,
         autocompletion=complete_devices,
     ),

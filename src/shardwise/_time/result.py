@@ -11,11 +11,11 @@ from typing import Any
 
 from .._base import public, show_seconds, text_table
 from .._chips import Chips
-from .._hlo import Module, source_of
+from .._hlo import Module, named, source_of
 from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
 from .kernels import GpuPricer
-from .links import Link, gpu_seconds, tpu_seconds
+from .links import Link, gpu_seconds, slices_seconds
 from .price import SPREAD, Price
 from .rates import GpuRates, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
@@ -48,7 +48,7 @@ class Communication:
 
     Attributes:
         axes: the mesh axes.
-        link: what it runs over: `nvlink`, `network` or `ici`.
+        link: what it runs over: `nvlink`, `network`, `ici` or, between slices, `dcn`.
         seconds: its time on the link (modelled).
         exposed: the part of it that the compute stream waits for.
     """
@@ -61,7 +61,7 @@ class Communication:
     @property
     def overlapped(self) -> float:
         """The part that is hidden behind other work."""
-        return self.seconds - self.exposed
+        return max(0.0, self.seconds - self.exposed)
 
 
 def mfu_of(model_flops: int, seconds: float, peak_flops: float) -> float:
@@ -290,7 +290,7 @@ class Machine:
             if known is not None and found.name == "nvlink":
                 return Link(found.name, known)
             return found
-        return tpu_seconds(self.chips, self._torus, kind, size, max(groups, key=len))
+        return slices_seconds(self.chips, self._torus, kind, size, groups)
 
     def schedule(self, module: Module, scale: Any = None) -> Schedule:
         """Returns one step of a program on these chips."""
@@ -424,7 +424,7 @@ def _shares(
     for s in schedule.slices:
         key = (s.computation, s.instruction.name)
         if key not in known:
-            source = source_of(module, s.instruction, paths)
+            source = source_of(module, named(module, s.computation, s.instruction), paths)
             known[key] = (source.module or source.op, source.place, s.instruction.name)
         spent = (s.seconds if s.stream == COMPUTE else s.exposed) * s.times
         for name, label in zip(tables, known[key], strict=True):

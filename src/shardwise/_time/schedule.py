@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from .._hlo import Instruction, Module, collective_kind, collective_parts
+from .._hlo import (
+    Instruction,
+    Module,
+    between_slices,
+    collective_kind,
+    collective_parts,
+    rendezvous,
+)
 from .links import Link
 from .price import FREE, Price
 
@@ -106,9 +114,7 @@ class Schedule:
         self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...], int]] = {}
         self.fused: dict[str, Instruction | None] = {}
         self.chains: dict[str, dict[str, str]] = {}
-        self.devices = 1
-        for size in self.mesh.values():
-            self.devices *= size
+        self.devices = math.prod(self.mesh.values())
         self._run(module.entry, 1)
         self.seconds = max([self.now, *self.free.values()])
 
@@ -130,6 +136,8 @@ class Schedule:
                 self._wait(computation, instruction)
             elif opcode == "fusion" and (inner := self._fused(instruction)) is not None:
                 self._fusion(computation, instruction, inner, times)
+            elif opcode == "recv" and rendezvous(instruction):
+                continue  # what its `send` begins takes the time
             elif opcode in _MOVES:
                 self._copy(computation, instruction, times)
             elif collective_kind(self.module, computation, instruction):
@@ -257,6 +265,10 @@ class Schedule:
             self._fly(COPY, price, computation, instruction, times, key)
 
     def _collective(self, computation: str, instruction: Instruction, times: int) -> None:
+        if between_slices(instruction):
+            # It ends where what it brings is received.
+            self._launch(computation, instruction, times, (computation, rendezvous(instruction)))
+            return
         key = (computation, instruction.name)
         self._launch(computation, instruction, times, key)
         if not instruction.opcode.endswith("-start"):
@@ -310,8 +322,10 @@ class Schedule:
         )
 
     def _wait(self, computation: str, done: Instruction) -> None:
+        own = self.module.by_name[computation]
         for name in done.operands:
-            self._land((computation, name))
+            received = own.get(name) if done.opcode == "recv-done" else None
+            self._land((computation, rendezvous(received) if received is not None else name))
 
     def _land(self, key: tuple[str, str]) -> None:
         flight = self.flights.pop(key, None)

@@ -138,6 +138,8 @@ def compile_absent(
         CompileError: it rejected the topology, or the program for a reason other than memory.
     """
     request = {**_topology(chips), "mesh": list(mesh.values()), "options": dict(options)}
+    if chips is not None and chips.slices > 1:
+        request["slices"] = list(chips.slices_by_axis(tuple(mesh.values())))
     versions = {name: version_of(name) for name in ("shardwise", "jax", "jaxlib")}
     if chips is not None:
         versions |= require_compiler(chips).versions
@@ -203,7 +205,7 @@ def _topology(chips: Chips | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     request: dict[str, Any] = {
         "platform": chips.platform,
-        "topology": str(chips),
+        "topology": str(chips.one_slice),
         "topology_options": options,
     }
     if chips.platform == "gpu":
@@ -213,6 +215,8 @@ def _topology(chips: Chips | None) -> dict[str, Any]:
     elif chips.chip.name == "v4":
         # As in the cloud, where the two cores of a chip are one device.
         options["chip_config_name"] = "megacore"
+    if chips.slices > 1:
+        options["num_slices"] = chips.slices
     if chips.platform == "tpu" and math.prod(chips.topology) <= 2:
         # Older versions need to know that this is less than one host.
         options["chips_per_host_bounds"] = (*chips.topology, 1)[:3]
@@ -233,7 +237,9 @@ def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
     with compiler_noise():
         try:
             devices = topology_devices(_topology(chips))
-            ordered = arranged(devices, list(mesh.shape.values()))
+            sizes = tuple(mesh.shape.values())
+            slices = list(chips.slices_by_axis(sizes)) if chips.slices > 1 else None
+            ordered = arranged(devices, list(sizes), slices)
         except Missing as error:
             raise missing(error.name, error) from error
         except Exception as error:
