@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time as clock
 
 import jax
 import pytest
@@ -12,7 +13,15 @@ import shardwise as sw
 from shardwise._chips import parse_chips
 from shardwise._compile import tokens_of
 from shardwise._hlo import access_of, parse_hlo
-from shardwise._time import Calibration, Machine, StepTime, gpu_rates, load_calibration, time_of
+from shardwise._time import (
+    Calibration,
+    Machine,
+    StepTime,
+    gpu_rates,
+    load_calibration,
+    time_of,
+    timeline_of,
+)
 from shardwise._time.cycles import torus_of
 from shardwise._time.kernels import GpuPricer, tiled_seconds
 from shardwise._time.links import gpu_seconds, measured_seconds, tpu_seconds
@@ -273,6 +282,33 @@ def test_the_timeline_opens_in_perfetto(compiled, tmp_path):
     moved = [row["args"].get("bytes", 0) for row in slices if row["tid"] == link]
     assert all(moved) and max(moved) == 2 * 2048 * 1024
     assert any("mlp_step.py" in row["args"].get("line", "") for row in slices)
+
+
+def test_a_program_of_many_instructions_is_priced_at_once(tmp_path):
+    """Four times what a scanned 70B step has; benchmarks/pricing.py measures a real one."""
+    layers, lines = 1500, ["  %x0 = bf16[4096,4096]{1,0} parameter(0)"]
+    lines.append("  %p = bf16[512,4096]{1,0} parameter(1)")
+    for i in range(layers):
+        lines += [
+            f"  %s{i} = (bf16[512,4096]{{1,0}}, bf16[4096,4096]{{1,0}}) all-gather-start(%p), "
+            f"channel_id={i + 1}, replica_groups=[1,8]<=[8], dimensions={{0}}, "
+            f'metadata={{op_name="jit(step)/block{i}/all_gather"}}',
+            f"  %a{i} = bf16[4096,4096]{{1,0}} add(%x{i}, %x{i})",
+            f"  %t{i} = bf16[4096,4096]{{1,0}} copy(%a{i})",
+            f"  %d{i} = bf16[4096,4096]{{1,0}} all-gather-done(%s{i})",
+            f"  %m{i} = bf16[4096,4096]{{1,0}} dot(%t{i}, %d{i}), lhs_contracting_dims={{1}}, "
+            f'rhs_contracting_dims={{0}}, metadata={{op_name="jit(step)/block{i}/dot_general"}}',
+            f"  %x{i + 1} = bf16[4096,4096]{{1,0}} negate(%m{i})",
+        ]
+    found = module("\n".join(lines))
+    machine = Machine(parse_chips("h200:1x8"), {"data": 8})
+    began = clock.process_time()
+    time = time_of(found, machine, (), None)
+    timeline = timeline_of(found, machine.throttled(found), (), "many")
+    assert clock.process_time() - began < 4  # 1 s on a machine at rest
+    assert len(timeline.events) == 5 * layers and time.model_flops == 2 * 4096**3 * layers
+    timeline.save(tmp_path / "step.json")
+    assert (tmp_path / "step.json").stat().st_size < 5e6
 
 
 def test_faster_chips_take_less_time(compiled):
