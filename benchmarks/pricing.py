@@ -2,7 +2,7 @@
 
     python benchmarks/pricing.py [--model NAME] [--unrolled] [CHIPS AXES]…
 
-Without arguments: Llama 3 70B, scanned, on 256 v5p chips and on 256 H100s. The limits are 2 s and
+Without arguments: Llama 3 70B, scanned, on 256 H100s and on 256 v5p chips. The limits are 2 s and
 20 MB. Processor time is counted, so that other work on the machine does not matter.
 """
 
@@ -21,7 +21,7 @@ from shardwise import models
 from shardwise._hlo import parse_hlo
 from shardwise._time import time_of
 
-DEFAULTS = ("v5p:4x8x8", "data=4,fsdp=64", "h100:32x8", "data=32,fsdp=8")
+DEFAULTS = ("h100:32x8", "fsdp=256", "v5p:4x8x8", "data=4,fsdp=64")
 
 
 def compiled_step(name, scan, on, axes):
