@@ -198,7 +198,7 @@ def test_another_version_of_shardwise_compiles_anew(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "value", "same"),
     [
-        ("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false", False),
+        ("XLA_FLAGS", "--xla_cpu_enable_fast_math=true", False),
         ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536", False),
         # What JAX itself adds when it looks for TPUs.
         ("LIBTPU_INIT_ARGS", "--xla_tpu_use_enhanced_launch_barrier=true", True),
@@ -219,7 +219,7 @@ def test_flags_in_a_file_are_read(tmp_path, monkeypatch):
     flags = tmp_path / "flags.txt"
     monkeypatch.setenv("XLA_FLAGS", str(flags))
     seen = []
-    for text in ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_use_fusion_emitters=true"):
+    for text in ("--xla_cpu_enable_fast_math=true", "--xla_cpu_enable_fast_math=false"):
         flags.write_text(text)
         seen.append(toolchain._environment())
     assert seen[0] != seen[1]
