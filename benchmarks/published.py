@@ -113,7 +113,6 @@ REASONS = {
     11: "the inputs of its layers, which the run offloads, stay on the device: 31.5 of 31.2 GiB",
     12: "needs 79.1 of 31.2 GiB in its smallest form: 24.6 GiB of state, and the inputs of its layers, which the run offloads, stay on the device",
     17: "the row states neither batch nor length",
-    18: "needs 161.5 of 95.7 GiB: the inputs of its layers stay on the device (forms that recompute more are not compiled yet)",
     19: "the model is not shipped",
     29: "the row states neither batch nor length", 30: "the row states neither batch nor length",
     31: "the row states neither batch nor length", 32: "the row states neither batch nor length",
