@@ -110,8 +110,10 @@ REASONS = {
     4: "the model is not shipped", 5: "the model is not shipped",
     6: "needs 143.1 of 94.7 GiB: the inputs of its layers, which the run offloads, stay on the device",
     7: "fp8", 9: "fp8, and attention split over the sequence",
-    11: "weights are split over two slices, and multiple slices are not supported",
-    17: "the row states neither batch nor length", 19: "the model is not shipped",
+    11: "the inputs of its layers, which the run offloads, stay on the device: 31.5 of 31.2 GiB",
+    12: "needs 79.1 of 31.2 GiB in its smallest form: 24.6 GiB of state, and the inputs of its layers, which the run offloads, stay on the device",
+    17: "the row states neither batch nor length",
+    19: "the model is not shipped",
     29: "the row states neither batch nor length", 30: "the row states neither batch nor length",
     31: "the row states neither batch nor length", 32: "the row states neither batch nor length",
 }  # fmt: skip

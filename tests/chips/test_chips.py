@@ -34,3 +34,26 @@ def test_a_name_is_read_back(chip):
     chips = parse_chips(text)
     assert str(chips) == text and chips.topology == tuple(sizes) and chips.platform == chip.platform
     assert chips.device_count == math.prod(sizes) * chip.devices_per_chip
+
+
+def test_several_slices():
+    chips = parse_chips("2xtpu7x:4x4x4")
+    assert (chips.slices, chips.topology, chips.device_count) == (2, (4, 4, 4), 256)
+    assert str(chips) == "2xtpu7x:4x4x4" and str(chips.one_slice) == "tpu7x:4x4x4"
+    assert parse_chips("1xv5e:2x2") == parse_chips("v5e:2x2")
+
+
+@pytest.mark.parametrize(
+    ("slices", "sizes", "found"),
+    [
+        (2, (2, 4), (2, 1)),
+        (2, (8,), (2,)),
+        (4, (2, 8, 4), (2, 2, 1)),
+        (4, (8, 8), (4, 1)),
+        (1, (4, 16), (1, 1)),
+        (2, (1, 2, 4), (1, 2, 1)),
+    ],
+)
+def test_the_outermost_axes_are_split_over_slices(slices, sizes, found):
+    chips = parse_chips(f"{slices}xv5e:2x2")
+    assert chips.slices_by_axis(sizes) == found

@@ -14,6 +14,7 @@ import pytest
 
 import shardwise as sw
 from shardwise._chips.chips import CHIPS
+from shardwise._time import Calibration
 from shardwise.models import CONFIGS
 
 FILES = {
@@ -214,6 +215,50 @@ def test_plan_compiles_too(run):
     assert shown["compiled"]["fits"] is True
     assert shown["compiled"]["memory"]["parameters"] == shown["bytes_per_device"]
     assert "compiled" not in json.loads(run(*arguments, "--format", "json")[1])
+
+
+@pytest.fixture
+def measured(folder):
+    """The file of an H100 whose products take twice as long, and memory ten times."""
+    Calibration("h100", "NVIDIA H100", {"bf16": 0.5, "f32": 0.5}, 3e11).save("slow.json")
+    return ("--calibration", "slow.json")
+
+
+def test_a_plan_is_priced_by_what_was_measured(run, measured):
+    arguments = ("plan", "small.py:recipe", *FSDP, *GPU, "--format", "json")
+    shipped = json.loads(run(*arguments)[1])["estimate"]["seconds"]
+    status, out, err = run(*arguments, *measured)
+    assert (status, err) == (0, "")
+    assert json.loads(out)["estimate"]["seconds"] > shipped
+    status, out, err = run(*arguments, *measured, "--compile")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["compiled"]["time"]["rates"] == "measured, calibrated on NVIDIA H100"
+    status, out, err = run("plan", "small.py:make", *FSDP, *GPU, *measured)
+    assert (status, err) == (0, "") and out.endswith("whose arguments --inputs gives\n")
+
+
+def test_a_report_is_priced_by_what_was_measured(run, folder, measured):
+    page = ("report", "small.py:recipe", *FSDP, "-o", "page.html")
+    status, _, err = run(*page, *GPU, "--compile", *measured)
+    assert (status, err) == (0, "")
+    assert "calibrated on NVIDIA H100" in (folder / "page.html").read_text()
+    status, _, err = run(*page, *GPU, *measured)
+    assert status == 2 and "--calibration prices a compiled step: add --compile" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "compile", "report"])
+@pytest.mark.parametrize(
+    ("on", "why"),
+    [
+        ("a100:1x4", r"the calibration is of h100 \(NVIDIA H100\), but the chips are a100:1x4"),
+        ("cpu:4", "no chips whose step times are modelled: name them, such as --on h100:1x8,"),
+    ],
+    ids=["other chips", "no chips"],
+)
+def test_a_calibration_must_be_of_the_chips(run, measured, command, on, why):
+    output = ("--compile", "-o", "page.html") if command == "report" else ()
+    status, out, err = run(command, "small.py:recipe", *FSDP, "--on", on, *measured, *output)
+    assert (status, out) == (2, "") and re.search(why, err)
 
 
 def test_plan_with_errors_is_shown_and_not_compiled(run):

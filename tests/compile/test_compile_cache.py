@@ -195,6 +195,36 @@ def test_another_version_of_shardwise_compiles_anew(tmp_path, monkeypatch):
     assert compile_small().cached and len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "same"),
+    [
+        ("XLA_FLAGS", "--xla_cpu_enable_fast_math=true", False),
+        ("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=65536", False),
+        # What JAX itself adds when it looks for TPUs.
+        ("LIBTPU_INIT_ARGS", "--xla_tpu_use_enhanced_launch_barrier=true", True),
+        ("JAX_OPTIMIZATION_LEVEL", "O1", False),
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9", True),
+    ],
+)
+def test_flags_in_the_environment_compile_anew(tmp_path, monkeypatch, name, value, same):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    monkeypatch.delenv(name, raising=False)
+    compile_small()
+    monkeypatch.setenv(name, value)
+    assert compile_small().cached is same
+    assert compile_small().cached
+
+
+def test_flags_in_a_file_are_read(tmp_path, monkeypatch):
+    flags = tmp_path / "flags.txt"
+    monkeypatch.setenv("XLA_FLAGS", str(flags))
+    seen = []
+    for text in ("--xla_cpu_enable_fast_math=true", "--xla_cpu_enable_fast_math=false"):
+        flags.write_text(text)
+        seen.append(toolchain._environment())
+    assert seen[0] != seen[1]
+
+
 def test_a_cache_that_cannot_be_written_is_mentioned_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "file"))

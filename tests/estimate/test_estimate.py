@@ -1,10 +1,12 @@
 """What a step would take, from the partitioned program."""
 
+import dataclasses
+
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from mlp_step import compiled_step
 
 import shardwise as sw
 from shardwise import models
@@ -14,28 +16,9 @@ from shardwise._estimate.partition import partition
 from shardwise._estimate.simplify import simplified
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(1024, 4096, rngs=rngs)
-        self.down = nnx.Linear(4096, 1024, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.relu(self.up(x)))
-
-
-RECIPE = sw.Recipe(
-    model=lambda: Model(nnx.Rngs(0)),
-    loss=lambda model, x: jnp.mean(model(x) ** 2),
-    optimizer=optax.adam(1e-3),
-    batch=jax.ShapeDtypeStruct((2048, 1024), "float32"),
-    compute_dtype="bfloat16",
-)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiled():
-    layout = sw.layout(RECIPE.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
-    return RECIPE, layout, sw.compile(RECIPE, layout, show=False)
+    return compiled_step()
 
 
 def test_an_estimate_agrees_with_the_compiler(compiled):
@@ -70,6 +53,25 @@ def decoder(batch=(16, 256)):
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
     )
+
+
+def test_recomputation_is_no_work_of_the_model():
+    """The MFU of an estimate means what that of a compiled step does."""
+    found = {}
+    for remat in (None, "nothing_saveable"):
+        config = dataclasses.replace(DECODER, remat=remat)
+        recipe = dataclasses.replace(
+            decoder(), model=lambda config=config: models.Decoder(config, rngs=nnx.Rngs(0))
+        )
+        layout = sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
+        found[remat] = sw.estimate(recipe, layout)
+    plain, again = found.values()
+    assert plain.flops == plain.model_flops == again.model_flops < again.flops
+    assert again.mfu == again.model_flops / (again.seconds * again.peak_flops)
+    compiled = sw.compile(recipe, layout, show=False).time
+    # A compiler may compute a product of attention twice rather than store it.
+    assert again.model_flops == pytest.approx(compiled.model_flops, rel=0.05)
+    assert again.tokens_per_second == 16 * 256 / again.seconds
 
 
 def partitioned(recipe, layout):

@@ -160,7 +160,27 @@ BAD = {
     "more than a pod": (
         ("data=1000000", "v5e:1000x1000"),
         {},
-        "on='v5e:1000x1000' has 1,000,000 chips, but one slice of v5e has at most 256, and multiple slices are not supported: the nearest are 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'; 'none' plans for any number of devices",
+        "on='v5e:1000x1000' has 1,000,000 chips, but one slice of v5e has at most 256: the nearest are 'v5e:8x8', 'v5e:8x16', 'v5e:16x16'; '4xv5e:16x16' is four slices",
+    ),
+    "no slices": (
+        ("data=4", "0xv5e:2x2"),
+        {},
+        "on='0xv5e:2x2' has no slices: write 2xv5e:2x2 for two",
+    ),
+    "slices of GPUs": (
+        ("data=32", "2xh100:2x8"),
+        {},
+        "on='2xh100:2x8' counts slices, but h100 has hosts: write all of them, 'h100:4x8'",
+    ),
+    "too many slices": (
+        ("data=4", "99999999999xv5e:2x2"),
+        {},
+        "on='99999999999xv5e:2x2' names more devices than the limit of 2,147,483,648",
+    ),
+    "slices that axes do not divide": (
+        ("data=4,fsdp=6", "6xv5e:2x2"),
+        {},
+        "on='6xv5e:2x2' has 6 slices, which the outermost axes cannot be divided over: the first axis has size 4; make it 6, or a multiple or a divisor of that",
     ),
     "host of nine": (
         ("data=9", "h100:1x9"),

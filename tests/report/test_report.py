@@ -187,7 +187,7 @@ def test_the_tree_folds_searches_and_sorts(open_page):
     layout = lay()
     with open_page(layout.report()) as page:
         assert page.locator(".tree .row", has_text="{0..3} ×4").count() == 1
-        told = page.inner_text("#model .left .told")
+        told = page.inner_text("#model .left .status")
         assert (
             told
             == f"{len(layout.leaves)} leaves, {shown(layout.bytes_per_device)} of {shown(layout.total_bytes)} on each device (exact)"
@@ -218,7 +218,7 @@ def test_the_tree_folds_searches_and_sorts(open_page):
         ]
         page.fill("#search", "no such thing")
         assert tree_paths(page) == []
-        assert page.inner_text("#model .left .told").startswith("0 leaves of")
+        assert page.inner_text("#model .left .status").startswith("0 leaves of")
         page.fill("#search", "")
 
         page.click('.key[data-group="whole"]')
@@ -263,7 +263,7 @@ def test_the_map_has_areas_by_bytes_and_shows_what_is_chosen(open_page):
         # By pointing: the part of the map that is clicked is a leaf that is shown, and revealed.
         box = page.locator("#model canvas").bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.6)
-        told = page.inner_text("#model .map .told")
+        told = page.inner_text("#model .map .status")
         path = told.split()[0]
         assert layout[path].shard_bytes and shown(layout[path].shard_bytes) in told
         page.mouse.click(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.6)
@@ -331,16 +331,16 @@ def test_each_device_s_slice_is_jax_s(path, open_page):
         assert [slices_of(t) for t in titles(page, "#leaf")] == real_slices(leaf, layout.mesh)
         parts = 8 // leaf.copies
         assert page.locator("#leaf .part").count() == parts
-        assert f"held by {leaf.copies} device" in page.inner_text("#cut-told")
+        assert f"held by {leaf.copies} device" in page.inner_text("#cut-status")
         dims = rows(page, "#leaf")
         assert [int(row[1]) for row in dims] == list(leaf.shape)
         assert [int(row[5]) for row in dims] == list(leaf.shard_shape)
         page.click('#leaf .device[data-device="5"]')
-        held = slices_of(page.inner_text("#cut-told"))
+        held = slices_of(page.inner_text("#cut-status"))
         assert held == real_slices(leaf, layout.mesh)[5]
         assert page.locator("#leaf .device.mate").count() == leaf.copies
         page.locator("#leaf .part").last.click()
-        assert f"shard {parts} of {parts}" in page.inner_text("#cut-told")
+        assert f"shard {parts} of {parts}" in page.inner_text("#cut-status")
 
 
 def test_512_devices(open_page):

@@ -3,18 +3,25 @@
 import dataclasses
 import json
 import re
+import time as clock
 
 import jax
-import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
+from mlp_step import compiled_step
 
 import shardwise as sw
 from shardwise._chips import parse_chips
 from shardwise._compile import tokens_of
 from shardwise._hlo import access_of, parse_hlo
-from shardwise._time import Calibration, Machine, StepTime, gpu_rates, load_calibration, time_of
+from shardwise._time import (
+    Calibration,
+    Machine,
+    StepTime,
+    gpu_rates,
+    load_calibration,
+    time_of,
+    timeline_of,
+)
 from shardwise._time.cycles import torus_of
 from shardwise._time.kernels import GpuPricer, tiled_seconds
 from shardwise._time.links import gpu_seconds, measured_seconds, tpu_seconds
@@ -267,6 +274,7 @@ def test_what_runs_between_start_and_done_hides_the_transfer():
     (row,) = hidden.communication
     assert row.axes == ("data",) and row.link == "nvlink"
     assert row.exposed == 0 and row.overlapped == row.seconds > 0
+    assert {share.name: share.bytes for share in hidden.instructions}["s"] == 2 * 4096 * 4096
     assert bare.communication[0].exposed == pytest.approx(bare.communication[0].seconds)
     assert bare.seconds == pytest.approx(hidden.seconds + row.seconds)
 
@@ -274,25 +282,9 @@ def test_what_runs_between_start_and_done_hides_the_transfer():
 # --- a real step on chips that are absent -------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiled():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(1024, 4096, rngs=rngs)
-            self.down = nnx.Linear(4096, 1024, rngs=rngs)
-
-        def __call__(self, x):
-            return self.down(nnx.relu(self.up(x)))
-
-    recipe = sw.Recipe(
-        model=lambda: Model(nnx.Rngs(0)),
-        loss=lambda model, x: jnp.mean(model(x) ** 2),
-        optimizer=optax.adam(1e-3),
-        batch=jax.ShapeDtypeStruct((2048, 1024), "float32"),
-        compute_dtype="bfloat16",
-    )
-    layout = sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
-    return recipe, layout, sw.compile(recipe, layout, show=False)
+    return compiled_step()
 
 
 def test_the_parts_are_the_whole(compiled):
@@ -303,7 +295,7 @@ def test_the_parts_are_the_whole(compiled):
     assert 0 < time.mfu < 1 and time.tokens is None and time.tokens_per_second is None
     assert time.gains[time.bound] == max(time.gains.values())
     assert {"up", "down"} <= {share.name for share in time.modules}
-    assert any(re.search(r"test_time\.py:\d+", share.name) for share in time.lines)
+    assert any(re.search(r"mlp_step\.py:\d+", share.name) for share in time.lines)
     assert time.verdict in str(compiled[2])
 
 
@@ -346,7 +338,38 @@ def test_the_timeline_opens_in_perfetto(compiled, tmp_path):
         for (start, long), (following, _) in zip(own, own[1:], strict=False):
             assert start + long <= following + 0.01
     assert any(row["args"].get("flops") for row in slices)
-    assert any("test_time.py" in row["args"].get("line", "") for row in slices)
+    # The largest message is the batch in bfloat16, which is smaller than a kernel.
+    (link,) = [row["tid"] for row in trace["traceEvents"] if row["args"].get("name") == "nvlink"]
+    moved = [row["args"].get("bytes", 0) for row in slices if row["tid"] == link]
+    assert all(moved) and max(moved) == 2 * 2048 * 1024
+    assert any("mlp_step.py" in row["args"].get("line", "") for row in slices)
+
+
+def test_a_program_of_many_instructions_is_priced_at_once(tmp_path):
+    """Four times what a scanned 70B step has; benchmarks/pricing.py measures a real one."""
+    layers, lines = 1500, ["  %x0 = bf16[4096,4096]{1,0} parameter(0)"]
+    lines.append("  %p = bf16[512,4096]{1,0} parameter(1)")
+    for i in range(layers):
+        lines += [
+            f"  %s{i} = (bf16[512,4096]{{1,0}}, bf16[4096,4096]{{1,0}}) all-gather-start(%p), "
+            f"channel_id={i + 1}, replica_groups=[1,8]<=[8], dimensions={{0}}, "
+            f'metadata={{op_name="jit(step)/block{i}/all_gather"}}',
+            f"  %a{i} = bf16[4096,4096]{{1,0}} add(%x{i}, %x{i})",
+            f"  %t{i} = bf16[4096,4096]{{1,0}} copy(%a{i})",
+            f"  %d{i} = bf16[4096,4096]{{1,0}} all-gather-done(%s{i})",
+            f"  %m{i} = bf16[4096,4096]{{1,0}} dot(%t{i}, %d{i}), lhs_contracting_dims={{1}}, "
+            f'rhs_contracting_dims={{0}}, metadata={{op_name="jit(step)/block{i}/dot_general"}}',
+            f"  %x{i + 1} = bf16[4096,4096]{{1,0}} negate(%m{i})",
+        ]
+    found = module("\n".join(lines))
+    machine = Machine(parse_chips("h200:1x8"), {"data": 8})
+    began = clock.process_time()
+    time = time_of(found, machine, (), None)
+    timeline = timeline_of(found, machine.throttled(found), (), "many")
+    assert clock.process_time() - began < 4  # 1 s on a machine at rest
+    assert len(timeline.events) == 5 * layers and time.model_flops == 2 * 4096**3 * layers
+    timeline.save(tmp_path / "step.json")
+    assert (tmp_path / "step.json").stat().st_size < 5e6
 
 
 def test_faster_chips_take_less_time(compiled):

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import math
+import re
 from typing import Any
 
 from .._base import either, option
@@ -135,15 +136,45 @@ class Chips:
 
     It is the `abstract_device` of the mesh that `sw.mesh` makes from it, so it travels with the
     mesh, and JAX lowers for its platform.
+
+    Attributes:
+        chip: what each of them is.
+        topology: torus sizes of a TPU slice, or hosts x GPUs.
+        slices: how many TPU slices of this topology, joined by the data-center network.
     """
 
     chip: Chip
     topology: tuple[int, ...]
+    slices: int = 1
 
     @property
     def device_count(self) -> int:
         """How many JAX devices these chips have."""
-        return math.prod(self.topology) * self.chip.devices_per_chip
+        return self.slices * math.prod(self.topology) * self.chip.devices_per_chip
+
+    def slices_by_axis(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns how many slices each axis of a mesh is split over: the outermost axes first.
+
+        Raises:
+            ValueError: slices would begin or end in the middle of an axis.
+        """
+        left, found = self.slices, []
+        for size in sizes:
+            part = math.gcd(left, size)
+            if part not in (left, size):
+                raise ValueError(
+                    f"{option('on', str(self))} has {self.slices} slices, which the outermost axes "
+                    f"cannot be divided over: the first axis has size {sizes[0]}; make it "
+                    f"{self.slices}, or a multiple or a divisor of that"
+                )
+            found.append(part)
+            left //= part
+        return tuple(found)
+
+    @property
+    def one_slice(self) -> Chips:
+        """The chips of one slice."""
+        return dataclasses.replace(self, slices=1)
 
     @property
     def device_kind(self) -> str:
@@ -164,7 +195,8 @@ class Chips:
 
     def __str__(self) -> str:
         """Returns it as `sw.mesh(on=…)` reads it."""
-        return f"{self.chip.name}:{'x'.join(map(str, self.topology))}"
+        slices = f"{self.slices}x" if self.slices > 1 else ""
+        return f"{slices}{self.chip.name}:{'x'.join(map(str, self.topology))}"
 
     def __repr__(self) -> str:
         """Returns it as `sw.mesh(on=…)` reads it."""
@@ -175,12 +207,14 @@ class Chips:
 
 
 def parse_chips(text: str) -> Chips:
-    """Returns the chips that `text` (`"v5p:4x8x8"`, `"h200:8x8"`) names.
+    """Returns the chips that `text` (`"v5p:4x8x8"`, `"2xv5p:4x8x8"`, `"h200:8x8"`) names.
 
     Raises:
         ValueError: the chip is unknown, or does not come in this topology.
     """
     name, colon, sizes = text.partition(":")
+    many = re.fullmatch(r"(\d+)\s*x\s*([a-z]\w*)", name.strip().lower(), re.ASCII)
+    name = many[2] if many else name
     chip = CHIPS.get(name.strip().lower())
     if chip is None:
         near = difflib.get_close_matches(name.strip().lower(), CHIPS, n=2, cutoff=0.6)
@@ -211,7 +245,25 @@ def parse_chips(text: str) -> Chips:
             f"{chip.dims}, such as '{chip.name}:{like}'"
         )
     _require_topology(chip, topology, text)
-    return Chips(chip, topology)
+    return Chips(chip, topology, _slices(chip, topology, many[1], text) if many else 1)
+
+
+def _slices(chip: Chip, topology: tuple[int, ...], count: str, text: str) -> int:
+    slices = int(count[:10])
+    if chip.platform == "gpu":
+        hosts, gpus = topology
+        raise ValueError(
+            f"{option('on', text)} counts slices, but {chip.name} has hosts: write all of them, "
+            f"'{chip.name}:{max(1, slices) * hosts}x{gpus}'"
+        )
+    if not slices:
+        two = f"2x{text.strip().lower().partition('x')[2]}"
+        raise ValueError(f"{option('on', text)} has no slices: write {two} for two")
+    if slices * math.prod(topology) * chip.devices_per_chip > MOST_DEVICES:
+        raise ValueError(
+            f"{option('on', text)} names more devices than the limit of {MOST_DEVICES:,}"
+        )
+    return slices
 
 
 def gpu_of_kind(kind: str) -> Chip | None:
@@ -254,9 +306,8 @@ def _require_topology(chip: Chip, topology: tuple[int, ...], text: str) -> None:
     shown = ", ".join(f"'{chip.name}:{'x'.join(map(str, s))}'" for s in sorted(near, key=math.prod))
     if chips > most:
         raise ValueError(
-            f"{option('on', text)} has {chips:,} chips, but one slice of {chip.name} has at most {most:,}, "
-            f"and multiple slices are not supported: the nearest are {shown}; 'none' plans for any "
-            f"number of devices"
+            f"{option('on', text)} has {chips:,} chips, but one slice of {chip.name} has at most {most:,}: "
+            f"the nearest are {shown}; '4x{chip.name}:{'x'.join(map(str, near[0]))}' is four slices"
         )
     raise ValueError(
         f"{option('on', text)} is not a slice that {chip.name} comes in: the nearest are {shown}"

@@ -70,7 +70,7 @@ OnOption = Annotated[
         "--on",
         metavar="DEVICES",
         help="none (arithmetic only), here (the devices present), cpu:8 (virtual CPU devices), "
-        "or chips, which need not be present, such as v5p:4x8x8 or h200:8x8.",
+        "or chips, which need not be present, such as v5p:4x8x8, 2xv5p:4x8x8 (two slices) or h200:8x8.",
         rich_help_panel=MODEL,
         autocompletion=complete_devices,
     ),
@@ -314,9 +314,19 @@ CalibrationOption = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="Price the step by what `shardwise chips measure` measured.",
+        help="Price the step by the file that shardwise chips measure --save wrote.",
+        rich_help_panel=STEP,
     ),
 ]
+
+
+def require_calibration(calibration: str | None, layout: Layout) -> None:
+    """Raises if a calibration cannot be read, or is not of the chips of a layout."""
+    from .._compile import step_machine
+    from .._time import load_calibration
+
+    if calibration is not None:
+        step_machine(layout.mesh, load_calibration(calibration))
 
 
 def require_devices(on: str) -> None:
@@ -398,7 +408,11 @@ def compile_target(
 
 
 def estimate_target(
-    found: Any, layout: Layout, inputs: str | None, method: str | None = None
+    found: Any,
+    layout: Layout,
+    inputs: str | None,
+    method: str | None = None,
+    calibration: str | None = None,
 ) -> tuple[Estimate | None, str]:
     """Returns the estimate of what `lay_out` returned, or None and why there is none.
 
@@ -409,12 +423,22 @@ def estimate_target(
     from .._nnx import Recipe
     from .target import parse_inputs
 
-    if chips_of(layout.mesh) is None or not (isinstance(found, Recipe) or inputs):
+    if chips_of(layout.mesh) is None:
         return None, ""
+    if not (isinstance(found, Recipe) or inputs):
+        why = "--calibration prices the call of a model, whose arguments --inputs gives"
+        return None, why if calibration is not None else ""
     shapes = None if isinstance(found, Recipe) or inputs is None else parse_inputs(inputs)
     try:
         with working("estimating a step"):
-            return estimate(found, layout, inputs=shapes, method=method if shapes else None), ""
+            estimated = estimate(
+                found,
+                layout,
+                inputs=shapes,
+                method=method if shapes else None,
+                calibration=calibration,
+            )
+            return estimated, ""
     except ValueError as error:
         return None, str(error)
 
@@ -425,6 +449,7 @@ def plan_target(
     layout: Layout,
     inputs: str | None,
     method: str | None = None,
+    calibration: str | None = None,
     *,
     compile: bool,
 ) -> Plan:
@@ -436,7 +461,7 @@ def plan_target(
     plan = plan_of(found, layout)
     if not compile or plan.findings.errors:
         return plan
-    compiled = compile_target(target, found, layout, inputs, method, note=False)
+    compiled = compile_target(target, found, layout, inputs, method, calibration, note=False)
     return dataclasses.replace(plan, compiled=compiled)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from .._base import public
+from .._base import option, public
 from .._check import Findings
 from .._chips import Chips, gpu_of_kind
 from .._hlo import (
@@ -263,13 +263,23 @@ def _result(job: Job, program: Program, mesh: AnyMesh, calibration: Calibration 
 
 
 def step_machine(mesh: AnyMesh, calibration: Calibration | None = None) -> Machine | None:
-    """Returns the chips that a program is priced on, if there are rates for them."""
+    """Returns the chips that a program is priced on, if there are rates for them.
+
+    Raises:
+        ValueError: the calibration is of other chips.
+    """
     chips = chips_of(mesh)
     if chips is None and isinstance(mesh, Mesh):
         chip = gpu_of_kind(mesh.devices.flat[0].device_kind)
         if chip is not None:
             hosts = len({device.process_index for device in mesh.devices.flat})
             chips = Chips(chip, (hosts, mesh.size // hosts))
+    if chips is None and calibration is not None:
+        raise ValueError(
+            f"the calibration is of {calibration.chip} ({calibration.device}), but the mesh has no "
+            f"chips whose step times are modelled: name them, such as "
+            f"{option('on', f'{calibration.chip}:1x8')}, or leave the calibration out"
+        )
     return Machine(chips, dict(mesh.shape), calibration) if chips is not None else None
 
 

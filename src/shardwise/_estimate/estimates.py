@@ -12,7 +12,7 @@ import numpy as np
 from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, splash_flops, user_place
-from .._time import SPREAD, Link, Machine, Price
+from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
 from .fused import COLLECTIVES, Block, Kernel, size_of
 from .orders import numbers_of
 from .partition import Program
@@ -45,6 +45,7 @@ class Estimate:
             sends in the ring model.
         lines: by line of the user's code, the seconds of collectives, longest first.
         flops: floating-point operations of one device in a step.
+        model_flops: those without recomputation.
         tokens: tokens in a global batch; None if the batch has none.
         peak_flops: the device's peak per second, in bfloat16.
     """
@@ -62,6 +63,7 @@ class Estimate:
     by_axis: dict[str, dict[str, tuple[int, int]]]
     lines: dict[str, float]
     flops: int
+    model_flops: int
     tokens: int | None
     peak_flops: float
 
@@ -72,18 +74,18 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """The share of the peak that the step's operations use, with recomputation."""
-        return self.flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
+        """The share of the peak that the model's own operations use, without recomputation."""
+        return mfu_of(self.model_flops, self.seconds, self.peak_flops)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of the global batch per second."""
-        return self.tokens / self.seconds if self.tokens and self.seconds else None
+        return rate_of(self.tokens, self.seconds)
 
     @property
     def bound(self) -> str:
-        """The largest part of the step."""
-        return max(self.parts, key=lambda name: self.parts[name]) if self.parts else "unknown"
+        """The largest part of the step; what each would gain if free, only a compiled step knows."""
+        return largest(self.parts)
 
     @property
     def verdict(self) -> str:
@@ -117,7 +119,8 @@ class Estimate:
             axis: {kind: {"count": n, "bytes": b} for kind, (n, b) in kinds.items()}
             for axis, kinds in self.by_axis.items()
         }
-        return {**found, "fits": self.fits, "mfu": self.mfu, "bound": self.bound}
+        names = ("fits", "tokens_per_second", "mfu", "bound")
+        return {**found, **{name: getattr(self, name) for name in names}}
 
 
 @dataclasses.dataclass(slots=True)
@@ -132,6 +135,7 @@ class _Run:
         default_factory=lambda: defaultdict(lambda: [0, 0])
     )
     flops: int = 0
+    recomputed: int = 0
     peak: int = 0
     bound: int = 0
 
@@ -146,6 +150,7 @@ class _Run:
             self.traffic[key][0] += times * count
             self.traffic[key][1] += times * sent
         self.flops += times * other.flops
+        self.recomputed += times * other.recomputed
 
 
 class Estimator:
@@ -207,6 +212,7 @@ class Estimator:
                 run.parts[price.bound] += price.seconds
                 run.kinds[price.kind] += price.seconds
                 run.flops += price.flops
+                run.recomputed += price.flops if is_recomputed(op.location) else 0
                 end = now
             for value in kernel.writes:
                 ready[value] = end
@@ -454,6 +460,7 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
         by_axis=table,
         lines=dict(sorted(run.lines.items(), key=lambda item: -item[1])),
         flops=run.flops,
+        model_flops=run.flops - run.recomputed,
         tokens=tokens,
         peak_flops=machine.peak_flops,
     )

@@ -18,6 +18,8 @@ from .program import parse_hlo as parse_hlo
 from .program import parse_shapes as parse_shapes
 from .resharding import Reshard as Reshard
 from .resharding import reshards as reshards
+from .slices import between_slices as between_slices
+from .slices import rendezvous as rendezvous
 from .source import EDGES as EDGES
 from .source import Source as Source
 from .source import source_of as source_of
@@ -27,4 +29,5 @@ from .traffic import by_axis as by_axis
 from .traffic import collective_kind as collective_kind
 from .traffic import collective_parts as collective_parts
 from .traffic import collectives as collectives
+from .traffic import named as named
 from .traffic import replica_groups as replica_groups

@@ -26,7 +26,7 @@ _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 _FLOATS = ("bf16", "f16", "f32")
 # Kernels without matrix products: sorting, selecting, moving, random numbers, compiler annotations.
 _NO_PRODUCTS = re.compile(
-    r"__cub\$|__gpu\$TopK|TopK|topk|PartialReduce|ApproxTopK|AllocateBuffer|Sharding$|"
+    r"__cub\$|__gpu\$TopK|TopK|topk|PartialReduce|ApproxTopK|AllocateBuffer|SliceId|ZeroCrop|Sharding$|"
     r"SPMDFullToShardShape|SPMDShardToFullShape|annotate_device_placement|MoveToHost|MoveToDevice|"
     r"AssumeGatherIndicesInBound|Pin$|Unpin$|LayoutConstraint|X64|GetCompleteFusion|"
     r"CreateBuffer|__cudnn\$norm|cu_threefry2x32|cu_lu_pivots_to_permutation|"

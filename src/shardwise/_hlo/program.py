@@ -100,11 +100,13 @@ class Module:
         entry: the name of the computation that it begins with.
         computations: the instructions of each computation, in the order in which they run.
         frames: for each stack frame id its `(file, line, function, parent id)`.
+        partitions: how many devices it is divided over; of several TPU slices, those of one.
     """
 
     entry: str
     computations: dict[str, list[Instruction]]
     frames: dict[int, tuple[str, int, str, int]]
+    partitions: int = 1
 
     @functools.cached_property
     def by_name(self) -> dict[str, dict[str, Instruction]]:
@@ -235,7 +237,8 @@ def parse_hlo(text: str) -> Module:
             tables.setdefault(table, {})[int(row[1])] = row[2]
     if not entry:
         raise ValueError("the compiler's output has no entry computation")
-    return Module(entry, computations, _frames(tables))
+    divided = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+    return Module(entry, computations, _frames(tables), int(divided[1]) if divided else 1)
 
 
 def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, str, int]]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from .._chips import sent_bytes
 from .program import Instruction, Module, Shape
+from .slices import between_slices, slice_groups
 from .source import Source, leaf_of, source_of
 
 # From the HLO name to the name in the cost model.
@@ -32,7 +33,7 @@ class Collective:
     Attributes:
         kind: its HLO name, such as `all-gather`.
         axes: the mesh axes it runs over, in the mesh's order.
-        devices: how many devices are in one of its groups.
+        devices: how many devices are in one of its groups, or slices if it runs between them.
         shape: the shape of its largest operand on one device, such as `bf16[256,512]`.
         arrays: how many arrays it moves at once.
         sent_bytes: bytes that one device sends each time it runs, in the ring model.
@@ -68,14 +69,14 @@ def collectives(
     found = []
     for computation, instruction, times in _collective_instructions(module):
         kind = _kind(module, computation, instruction)
-        members, axes = _axes(instruction, mesh)
+        members, axes = _axes(module, instruction, mesh)
         if members == 1:
             continue  # over axes of size 1: nothing is sent
         operands = _operands(module, computation, instruction)
         if not operands:
             continue
         total = sum(shape.nbytes for shape in operands)
-        source = source_of(module, instruction, paths)
+        source = source_of(module, named(module, computation, instruction), paths)
         leaf = leaf_of(module, computation, instruction) if kind != "all-reduce" else ""
         found.append(
             Collective(
@@ -96,7 +97,8 @@ def _collective_instructions(module: Module) -> Iterator[tuple[str, Instruction,
     chains = set()
     for computation, times, _ in module.runs():
         for instruction in module.computations.get(computation, ()):
-            if instruction.opcode.removesuffix("-start") not in _KINDS:
+            known = instruction.opcode.removesuffix("-start") in _KINDS
+            if not known and not between_slices(instruction):
                 continue
             # A TPU splits a collective into a start, a middle and an end, each fused with other
             # work, and all three contain it: they share a channel and a chain.
@@ -110,7 +112,23 @@ def _collective_instructions(module: Module) -> Iterator[tuple[str, Instruction,
             yield computation, instruction, times
 
 
+def named(module: Module, computation: str, instruction: Instruction) -> Instruction:
+    """Returns what says where an instruction comes from: between slices, what makes its operand."""
+    found = instruction
+    for _ in range(4 if between_slices(instruction) else 0):
+        if (
+            found.op_name
+            or not found.operands
+            or found.operands[0] not in module.by_name[computation]
+        ):
+            break
+        found = module.by_name[computation][found.operands[0]]
+    return found
+
+
 def _kind(module: Module, computation: str, instruction: Instruction) -> str:
+    if between := between_slices(instruction):
+        return between
     kind = instruction.opcode.removesuffix("-start")
     # A TPU's reduce-scatter is an all-reduce fused with the slice that each device keeps.
     caller = module.callers.get(computation)
@@ -124,7 +142,7 @@ def _kind(module: Module, computation: str, instruction: Instruction) -> str:
 def collective_kind(module: Module, computation: str, instruction: Instruction) -> str:
     """Returns the HLO name of the collective that an instruction is, or an empty string."""
     if instruction.opcode.removesuffix("-start") not in _KINDS:
-        return ""
+        return between_slices(instruction)
     return _kind(module, computation, instruction)
 
 
@@ -140,14 +158,17 @@ def collective_parts(
     The bytes are those of the larger of what it takes and what it gives.
     """
     taken = sum(shape.nbytes for shape in _operands(module, computation, instruction))
-    members, axes = _axes(instruction, mesh)
+    members, axes = _axes(module, instruction, mesh)
     pairs = instruction.attribute("source_target_pairs")
-    groups = (
-        [pair for pair in _lists(pairs) if pair[0] != pair[1]]
-        if pairs
-        else replica_groups(instruction.attribute("replica_groups"), devices)
-    )
-    size = taken * members if instruction.opcode.startswith("all-gather") else taken
+    if kind := between_slices(instruction):
+        groups = slice_groups(module, instruction)
+    elif pairs:
+        groups = [pair for pair in _lists(pairs) if pair[0] != pair[1]]
+    else:
+        every = module.partitions if module.partitions > 1 else devices
+        groups = replica_groups(instruction.attribute("replica_groups"), every)
+    gathers = (kind or instruction.opcode).startswith("all-gather")
+    size = taken * members if gathers else taken
     return size, groups, axes
 
 
@@ -156,15 +177,22 @@ def _operands(module: Module, computation: str, instruction: Instruction) -> lis
     return [shape for name in instruction.operands if name in own for shape in own[name].shapes]
 
 
-def _axes(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
+def _axes(
+    module: Module, instruction: Instruction, mesh: Mapping[str, int]
+) -> tuple[int, tuple[str, ...]]:
     """Returns how many devices are in a group, and the axes that the group spans."""
     sizes = tuple(mesh.values())
     pairs = instruction.attribute("source_target_pairs")
-    if pairs:
+    if between_slices(instruction):
+        groups = slice_groups(module, instruction)
+        members = max((len(group) for group in groups), default=1)
+    elif pairs:
         groups = [pair for pair in _lists(pairs) if pair[0] != pair[1]]
         members = 2 if groups else 1
     else:
-        groups = replica_groups(instruction.attribute("replica_groups"), math.prod(sizes))
+        # Of several slices, a program numbers the devices of one.
+        every = module.partitions if module.partitions > 1 else math.prod(sizes)
+        groups = replica_groups(instruction.attribute("replica_groups"), every)
         members = max((len(group) for group in groups), default=1)
     used = set()
     for group in groups:

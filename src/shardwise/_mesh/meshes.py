@@ -34,7 +34,8 @@ def mesh(
         on: None for all devices of this machine; `"cpu:8"` for eight virtual CPU devices;
             `"none"` for no devices at all (an `AbstractMesh`: arithmetic only); a chip and its
             topology (`"v5p:4x8x8"`, `"h200:8x8"`) for chips that are not attached, also an
-            `AbstractMesh`; or a sequence of devices.
+            `AbstractMesh`; `"2xv5p:4x8x8"` for two such slices, which the outermost axes are split
+            over; or a sequence of devices.
         explicit: True to make all axes Explicit, or the names of those to make Explicit. The
             default is Auto, under which any model works unchanged unless it names axes itself
             with `out_sharding=` or `reshard`, which needs Explicit axes.
@@ -61,6 +62,7 @@ def mesh(
     if isinstance(on, str) and not _is_cpu(on):
         chips: Any = parse_chips(on)
         sizes = _fit(sizes, chips.device_count, f"{option('on', on)} has", ())
+        chips.slices_by_axis(tuple(sizes.values()))
         return AbstractMesh(
             tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=chips
         )

@@ -132,7 +132,10 @@ class _Device:
 
 
 def torus_of(chips: Chips, mesh: Mapping[str, int]) -> Torus:
-    """Returns where each device of a mesh lies, as JAX arranges a mesh on these chips."""
+    """Returns where each device of a mesh lies, as JAX arranges a mesh on these chips.
+
+    Of several slices, one: all are alike.
+    """
     from jax.experimental import mesh_utils
 
     sizes = (*chips.topology, 1)[:3]
@@ -149,7 +152,9 @@ def torus_of(chips: Chips, mesh: Mapping[str, int]) -> Torus:
             (place, core) for place in places for core in range(chips.chip.devices_per_chip)
         )
     ]
-    shape, given = tuple(mesh.values()), cast(list[Any], devices)
+    given = cast(list[Any], devices)
+    across = chips.slices_by_axis(tuple(mesh.values()))
+    shape = tuple(size // n for size, n in zip(mesh.values(), across, strict=True))
     try:
         made = mesh_utils.create_device_mesh(shape, given)
     except NotImplementedError:  # the axes do not match the torus

@@ -6,7 +6,9 @@ cards of the group's GPUs at once, and the slower of the two levels counts.
 
 TPUs: a mesh axis lies on one or several dims of the torus. With a wrap-around both directions of
 each are used: an all-gather of V bytes takes V / (2 W axes), where W is the bandwidth of one link in
-one direction; without one, half of that bandwidth; an all-reduce takes twice as long.
+one direction; without one, half of that bandwidth; an all-reduce takes twice as long. Between slices
+a ring runs over the data-center network, each chip with its share of its host's bandwidth; what runs
+inside the slices runs before or after it.
 """
 
 from __future__ import annotations
@@ -91,17 +93,30 @@ def gpu_seconds(chips: Chips, kind: str, size: float, groups: Sequence[Sequence[
     inside = max(1, len(group) // nodes)
     if nodes == 1:
         return Link("nvlink", _nvlink(chips, kind, len(group), size))
-    bandwidth = chip.network_bytes_per_second * _NETWORK_SHARE
+    seconds = _network(chip.network_bytes_per_second, kind, size, nodes, inside)
+    within = _nvlink(chips, kind, inside, size) if inside > 1 else 0.0
+    return Link("network", max(seconds, within) + 0.2 * min(seconds, within))
+
+
+def _network(each: float, kind: str, size: float, nodes: int, inside: int) -> float:
+    """Returns how long a ring over nodes or slices takes.
+
+    Args:
+        each: the bandwidth of one device's share of the network.
+        kind: the collective's HLO name.
+        size: bytes of the larger of its operand and its result, on one device.
+        nodes: how many nodes or slices the group is on.
+        inside: how many devices of the group are on each.
+    """
+    bandwidth = each * _NETWORK_SHARE
     across = (nodes - 1) / nodes
     if kind == "all-to-all":
         seconds = across * size / bandwidth
     else:
-        # Each card carries the part of its GPU around the ring of nodes.
+        # Each device carries its part around the ring.
         seconds = across * size / (bandwidth * inside)
         seconds *= 2 if kind == "all-reduce" else 1
-    seconds += _NETWORK_STEP * math.log2(nodes) * (2 if kind == "all-reduce" else 1)
-    within = _nvlink(chips, kind, inside, size) if inside > 1 else 0.0
-    return Link("network", max(seconds, within) + 0.2 * min(seconds, within))
+    return seconds + _NETWORK_STEP * math.log2(nodes) * (2 if kind == "all-reduce" else 1)
 
 
 def _nvlink(chips: Chips, kind: str, devices: int, size: float) -> float:
@@ -161,3 +176,31 @@ def tpu_seconds(chips: Chips, torus: Torus, kind: str, size: float, group: Seque
         return Link("ici", hops * _HOP + seconds)
     seconds = share * size / bandwidth * (2 if kind == "all-reduce" else 1)
     return Link("ici", hops * _HOP * (2 if kind == "all-reduce" else 1) + seconds)
+
+
+def slices_seconds(
+    chips: Chips, torus: Torus, kind: str, size: float, groups: Sequence[Sequence[int]]
+) -> Link:
+    """Returns how long a collective takes on TPU slices, whose devices are numbered slice by slice.
+
+    Args:
+        chips: the chips.
+        torus: where each device of one slice lies.
+        kind: its HLO name.
+        size: bytes of the larger of its operand and its result, on one device.
+        groups: the devices of each group; for a permute, pairs.
+    """
+    local = chips.device_count // chips.slices
+    # Of a permute's pairs, those between slices take longest.
+    group = max(groups, key=lambda group: (len({device // local for device in group}), len(group)))
+    slices = len({device // local for device in group})
+    inside = [device % local for device in group if device // local == group[0] // local]
+    if slices == 1:
+        return tpu_seconds(chips, torus, kind, size, inside)
+    each = chips.chip.network_bytes_per_second / chips.chip.devices_per_chip
+    if kind == "collective-permute":
+        return Link("dcn", _NETWORK_STEP + size / (each * _NETWORK_SHARE))
+    seconds = _network(each, kind, size, slices, len(inside))
+    if len(inside) > 1:
+        seconds += tpu_seconds(chips, torus, kind, size, inside).seconds
+    return Link("dcn", seconds)

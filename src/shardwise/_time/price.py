@@ -26,7 +26,8 @@ class Price:
     Attributes:
         seconds: how long it takes alone.
         kind: what sets its time: a key of `SPREAD`.
-        bytes: bytes of main memory that it reads and writes.
+        bytes: bytes of main memory that it reads and writes; of a collective, those of the larger of
+            its operand and its result on one device.
         flops: its floating-point operations.
         known: whether there is a model for it; if not, `seconds` is a lower bound.
     """

@@ -11,11 +11,11 @@ from typing import Any
 
 from .._base import public, show_seconds, text_table
 from .._chips import Chips
-from .._hlo import Module, source_of
+from .._hlo import Module, named, source_of
 from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
 from .kernels import GpuPricer
-from .links import Link, gpu_seconds, tpu_seconds
+from .links import Link, gpu_seconds, slices_seconds
 from .price import SPREAD, Price
 from .rates import GpuRates, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
@@ -32,7 +32,8 @@ class Share:
         name: what it is: a module, a line, or an instruction.
         seconds: its time on the compute stream, and communication that is waited for (modelled).
         flops: its floating-point operations.
-        bytes: bytes of main memory that it reads and writes.
+        bytes: bytes of main memory that it reads and writes; of collectives, those of the larger of
+            operand and result on one device.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Communication:
 
     Attributes:
         axes: the mesh axes.
-        link: what it runs over: `nvlink`, `network` or `ici`.
+        link: what it runs over: `nvlink`, `network`, `ici` or, between slices, `dcn`.
         seconds: its time on the link (modelled).
         exposed: the part of it that the compute stream waits for.
     """
@@ -60,7 +61,27 @@ class Communication:
     @property
     def overlapped(self) -> float:
         """The part that is hidden behind other work."""
-        return self.seconds - self.exposed
+        return max(0.0, self.seconds - self.exposed)
+
+
+def mfu_of(model_flops: int, seconds: float, peak_flops: float) -> float:
+    """Returns the share of a device's peak that operations of the model use."""
+    return model_flops / (seconds * peak_flops) if seconds else 0.0
+
+
+def rate_of(tokens: int | None, seconds: float) -> float | None:
+    """Returns tokens per second; None for a step without tokens."""
+    return tokens / seconds if tokens and seconds else None
+
+
+def largest(seconds: Mapping[str, float]) -> str:
+    """Returns the part with the most seconds."""
+    return max(seconds, key=lambda name: seconds[name]) if seconds else "unknown"
+
+
+def is_recomputed(name: str) -> bool:
+    """Returns whether the operation of this name repeats one of the forward pass."""
+    return "rematted_computation" in name
 
 
 @public
@@ -105,17 +126,17 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """The share of the peak that the model's own operations use, without recomputation."""
-        return self.model_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
+        return mfu_of(self.model_flops, self.seconds, self.peak_flops)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens of the global batch per second."""
-        return self.tokens / self.seconds if self.tokens and self.seconds else None
+        return rate_of(self.tokens, self.seconds)
 
     @property
     def bound(self) -> str:
         """The part that the step would gain most from, if it were free."""
-        return max(self.gains, key=lambda name: self.gains[name]) if self.gains else "unknown"
+        return largest(self.gains)
 
     @property
     def verdict(self) -> str:
@@ -269,7 +290,7 @@ class Machine:
             if known is not None and found.name == "nvlink":
                 return Link(found.name, known)
             return found
-        return tpu_seconds(self.chips, self._torus, kind, size, max(groups, key=len))
+        return slices_seconds(self.chips, self._torus, kind, size, groups)
 
     def schedule(self, module: Module, scale: Any = None) -> Schedule:
         """Returns one step of a program on these chips."""
@@ -341,7 +362,7 @@ def time_of(
         model_flops=sum(
             s.price.flops * s.times
             for s in schedule.slices
-            if "rematted_computation" not in s.instruction.op_name
+            if not is_recomputed(s.instruction.op_name)
         ),
         peak_flops=machine.peak_flops,
         modules=shares["modules"],
@@ -403,7 +424,7 @@ def _shares(
     for s in schedule.slices:
         key = (s.computation, s.instruction.name)
         if key not in known:
-            source = source_of(module, s.instruction, paths)
+            source = source_of(module, named(module, s.computation, s.instruction), paths)
             known[key] = (source.module or source.op, source.place, s.instruction.name)
         spent = (s.seconds if s.stream == COMPUTE else s.exposed) * s.times
         for name, label in zip(tables, known[key], strict=True):

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from .._hlo import Instruction, Module, collective_kind, collective_parts
+from .._hlo import (
+    Instruction,
+    Module,
+    between_slices,
+    collective_kind,
+    collective_parts,
+    rendezvous,
+)
 from .links import Link
 from .price import FREE, Price
 
@@ -103,12 +111,10 @@ class Schedule:
         self.flights: dict[tuple[str, str], _Flight] = {}
         self.pending: dict[tuple[str, str], Instruction] = {}
         self.prices: dict[tuple[str, str], Price] = {}
-        self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...]]] = {}
+        self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...], int]] = {}
         self.fused: dict[str, Instruction | None] = {}
         self.chains: dict[str, dict[str, str]] = {}
-        self.devices = 1
-        for size in self.mesh.values():
-            self.devices *= size
+        self.devices = math.prod(self.mesh.values())
         self._run(module.entry, 1)
         self.seconds = max([self.now, *self.free.values()])
 
@@ -130,6 +136,8 @@ class Schedule:
                 self._wait(computation, instruction)
             elif opcode == "fusion" and (inner := self._fused(instruction)) is not None:
                 self._fusion(computation, instruction, inner, times)
+            elif opcode == "recv" and rendezvous(instruction):
+                continue  # what its `send` begins takes the time
             elif opcode in _MOVES:
                 self._copy(computation, instruction, times)
             elif collective_kind(self.module, computation, instruction):
@@ -257,12 +265,19 @@ class Schedule:
             self._fly(COPY, price, computation, instruction, times, key)
 
     def _collective(self, computation: str, instruction: Instruction, times: int) -> None:
+        if between_slices(instruction):
+            # It ends where what it brings is received.
+            self._launch(computation, instruction, times, (computation, rendezvous(instruction)))
+            return
         key = (computation, instruction.name)
         self._launch(computation, instruction, times, key)
         if not instruction.opcode.endswith("-start"):
             self._land(key)
 
-    def _linked(self, computation: str, instruction: Instruction) -> tuple[Link, tuple[str, ...]]:
+    def _linked(
+        self, computation: str, instruction: Instruction
+    ) -> tuple[Link, tuple[str, ...], int]:
+        """Returns what a collective runs over, its mesh axes, and its bytes."""
         key = (computation, instruction.name)
         if key not in self.links:
             kind = collective_kind(self.module, computation, instruction)
@@ -270,21 +285,21 @@ class Schedule:
                 self.module, computation, instruction, self.mesh, self.devices
             )
             if all(len(set(group)) <= 1 for group in groups) or not size:
-                self.links[key] = (Link("none", 0.0), axes)
+                self.links[key] = (Link("none", 0.0), axes, size)
             else:
                 found = self.link(kind, size, groups)
                 price = Price(found.seconds, "collective", size)
                 found = dataclasses.replace(found, seconds=found.seconds * self.scale(price))
-                self.links[key] = (found, axes)
+                self.links[key] = (found, axes, size)
         return self.links[key]
 
     def _launch(
         self, computation: str, instruction: Instruction, times: int, key: tuple[str, str]
     ) -> None:
-        link, axes = self._linked(computation, instruction)
+        link, axes, size = self._linked(computation, instruction)
         if not link.seconds:
             return
-        price = Price(link.seconds, "collective")
+        price = Price(link.seconds, "collective", size)
         self._fly(link.name, price, computation, instruction, times, key, axes)
 
     def _fly(
@@ -307,8 +322,10 @@ class Schedule:
         )
 
     def _wait(self, computation: str, done: Instruction) -> None:
+        own = self.module.by_name[computation]
         for name in done.operands:
-            self._land((computation, name))
+            received = own.get(name) if done.opcode == "recv-done" else None
+            self._land((computation, rendezvous(received) if received is not None else name))
 
     def _land(self, key: tuple[str, str]) -> None:
         flight = self.flights.pop(key, None)

@@ -26,6 +26,7 @@ from ..options import (
     command,
     compile_target,
     lay_out,
+    require_calibration,
     require_devices,
     require_writable,
     save_to,
@@ -106,6 +107,7 @@ def compile_command(
         raise ValueError(
             f"--trace needs chips whose step times are modelled, GPUs or TPUs, not {on!r}"
         )
+    require_calibration(calibration, layout)
     compiled = compile_target(target, found, layout, inputs, method, calibration)
     save_to(save, compiled)  # before anything is printed: the reader may close the pipe early
     if trace is not None:

@@ -12,6 +12,7 @@ from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
     BatchOption,
+    CalibrationOption,
     CompileOption,
     Format,
     FormatOption,
@@ -28,6 +29,7 @@ from ..options import (
     estimate_target,
     lay_out,
     plan_target,
+    require_calibration,
     require_devices,
     require_writable,
     save_to,
@@ -77,6 +79,7 @@ def plan(
     method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
+    calibration: CalibrationOption = None,
     compile: CompileOption = False,
     tree: Annotated[
         bool,
@@ -113,10 +116,11 @@ def plan(
     found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
-    planned = plan_target(target, found, layout, inputs, method, compile=compile)
+    require_calibration(calibration, layout)
+    planned = plan_target(target, found, layout, inputs, method, calibration, compile=compile)
     estimated, why = None, ""
     if explain is None and not compile and not planned.findings.errors:
-        estimated, why = estimate_target(found, layout, inputs, method)
+        estimated, why = estimate_target(found, layout, inputs, method, calibration)
     save_to(save, layout)  # before anything is printed: the reader may close the pipe early
     if explain is not None:
         _explain(layout, explain, format)

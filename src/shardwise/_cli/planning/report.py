@@ -14,6 +14,7 @@ from ..complete import complete_devices, complete_strategy, complete_target
 from ..help_text import MODEL, OUTPUT
 from ..options import (
     BatchOption,
+    CalibrationOption,
     CompileOption,
     InputsOption,
     MethodOption,
@@ -25,6 +26,7 @@ from ..options import (
     command,
     lay_out,
     plan_target,
+    require_calibration,
     require_devices,
     require_writable,
 )
@@ -92,6 +94,7 @@ def report(
     method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
+    calibration: CalibrationOption = None,
     compile: CompileOption = False,
     against: Annotated[
         str | None,
@@ -157,6 +160,7 @@ def report(
             "--method": method,
             "--batch": batch,
             "--remat": remat,
+            "--calibration": calibration,
             "--compile": "yes" if compile else None,
         },
     )
@@ -170,7 +174,12 @@ def report(
             "--against-rules": against_rules,
         },
     )
-    step = {"inputs": inputs, "method": method, "batch": batch, "remat": remat, "compile": compile}
+    if calibration is not None and not compile:
+        raise ValueError("--calibration prices a compiled step: add --compile")
+    step = {
+        "inputs": inputs, "method": method, "batch": batch, "remat": remat,
+        "calibration": calibration, "compile": compile,
+    }  # fmt: skip
     how = {
         "mesh": mesh, "on": on, "strategy": strategy, "min_bytes": min_bytes, "rules": rules,
     }  # fmt: skip
@@ -229,6 +238,7 @@ def _plan(
     method: str | None,
     batch: str | None,
     remat: str | None,
+    calibration: str | None,
     compile: bool,
 ) -> tuple[str, Plan]:
     if target.endswith(".json"):
@@ -240,10 +250,11 @@ def _plan(
     found, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
     )
+    require_calibration(calibration, layout)
     least = f"min-bytes={min_bytes}" if min_bytes is not None else None
     parts = (target, mesh, strategy, least, rules, on if on != "none" else None)
     name = " ".join(part for part in parts if part)
-    return name, plan_target(target, found, layout, inputs, method, compile=compile)
+    return name, plan_target(target, found, layout, inputs, method, calibration, compile=compile)
 
 
 def _saved(path: str) -> Plan:

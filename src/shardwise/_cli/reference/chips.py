@@ -36,8 +36,8 @@ Example:
   shardwise chips --format json
 
 `shardwise chips measure` measures the devices of this machine instead: products, copies, attention
-and collectives, beside the figures that step times are modelled with. With --save FILE, `shardwise
-compile --calibration FILE` uses what was measured."""
+and collectives, beside the figures that step times are modelled with. With --save FILE, the option
+--calibration FILE of plan, compile and report uses what was measured."""
 )
 def chips(
     action: Annotated[

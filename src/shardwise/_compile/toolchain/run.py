@@ -41,6 +41,15 @@ from .worker import (
 )
 
 _WORKER = Path(__file__).with_name("worker.py")
+# Variables of the environment that change what the compilers make of a program.
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SETTINGS = (
+    "JAX_OPTIMIZATION_LEVEL", "JAX_MEMORY_FITTING_LEVEL", "JAX_EXEC_TIME_OPTIMIZATION_EFFORT",
+    "JAX_MEMORY_FITTING_EFFORT", "JAX_ENABLE_REMAT_OPT_PASS", "JAX_XLA_PROFILE_VERSION",
+    "JAX_USE_SHARDY_PARTITIONER", "TPU_MEGACORE",
+)  # fmt: skip
+# JAX adds it to the environment itself, at a moment that differs.
+_ADDED = "--xla_tpu_use_enhanced_launch_barrier=true"
 
 
 @public
@@ -129,12 +138,14 @@ def compile_absent(
         CompileError: it rejected the topology, or the program for a reason other than memory.
     """
     request = {**_topology(chips), "mesh": list(mesh.values()), "options": dict(options)}
+    if chips is not None and chips.slices > 1:
+        request["slices"] = list(chips.slices_by_axis(tuple(mesh.values())))
     versions = {name: version_of(name) for name in ("shardwise", "jax", "jaxlib")}
     if chips is not None:
         versions |= require_compiler(chips).versions
     worker = _WORKER.read_text()
     digest = hashlib.sha256(same.encode())
-    parts = [FORMAT, request, versions, worker]
+    parts = [FORMAT, request, versions, worker, _environment()]
     digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
     key = digest.hexdigest()[:32]
     kept = _kept(key)
@@ -172,6 +183,21 @@ def compile_absent(
     return program
 
 
+def _environment() -> dict[str, Any]:
+    """Returns what the environment adds to a program's identity."""
+    found: dict[str, Any] = {name: os.environ[name] for name in _SETTINGS if name in os.environ}
+    for name in _FLAGS:
+        # Of two equal flags the last counts, so their order is kept.
+        flags = [flag for flag in os.environ.get(name, "").split() if flag != _ADDED]
+        for place, flag in enumerate(flags):
+            if not flag.startswith("-"):  # a file of flags
+                with contextlib.suppress(OSError):
+                    flags[place] = Path(flag).read_text(errors="replace")
+        if flags:
+            found[name] = flags
+    return found
+
+
 def _topology(chips: Chips | None) -> dict[str, Any]:
     """Returns what the worker must know about the chips."""
     if chips is None:
@@ -179,7 +205,7 @@ def _topology(chips: Chips | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     request: dict[str, Any] = {
         "platform": chips.platform,
-        "topology": str(chips),
+        "topology": str(chips.one_slice),
         "topology_options": options,
     }
     if chips.platform == "gpu":
@@ -189,6 +215,8 @@ def _topology(chips: Chips | None) -> dict[str, Any]:
     elif chips.chip.name == "v4":
         # As in the cloud, where the two cores of a chip are one device.
         options["chip_config_name"] = "megacore"
+    if chips.slices > 1:
+        options["num_slices"] = chips.slices
     if chips.platform == "tpu" and math.prod(chips.topology) <= 2:
         # Older versions need to know that this is less than one host.
         options["chips_per_host_bounds"] = (*chips.topology, 1)[:3]
@@ -209,7 +237,9 @@ def absent_mesh(chips: Chips, mesh: AbstractMesh) -> Mesh:
     with compiler_noise():
         try:
             devices = topology_devices(_topology(chips))
-            ordered = arranged(devices, list(mesh.shape.values()))
+            sizes = tuple(mesh.shape.values())
+            slices = list(chips.slices_by_axis(sizes)) if chips.slices > 1 else None
+            ordered = arranged(devices, list(sizes), slices)
         except Missing as error:
             raise missing(error.name, error) from error
         except Exception as error:

@@ -7,6 +7,7 @@ on unexpected inputs. It imports JAX but not Shardwise: the private names of JAX
 also in the table of `_jax/private.py`, which has the error message.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -66,7 +67,7 @@ def main(request_path: str, folder: str) -> None:
 
 def _result(request: dict[str, Any], folder: str) -> dict[str, Any]:
     try:
-        devices = arranged(topology_devices(request), request["mesh"])
+        devices = arranged(topology_devices(request), request["mesh"], request.get("slices"))
     except Missing:
         raise
     except Exception as error:
@@ -243,14 +244,24 @@ def _parses(config: str, topology: str) -> bool:
     return True
 
 
-def arranged(devices: list[Any], shape: list[int]) -> list[Any]:
-    """Returns the devices in the order of the mesh that JAX would make of them."""
+def arranged(devices: list[Any], shape: list[int], slices: list[int] | None = None) -> list[Any]:
+    """Returns the devices in the order of the mesh that JAX would make of them.
+
+    Args:
+        devices: the devices.
+        shape: the sizes of the mesh's axes.
+        slices: how many TPU slices each axis is split over, if there are several.
+    """
     from jax.experimental import mesh_utils
 
+    make = functools.partial(mesh_utils.create_device_mesh, shape, devices)
+    if slices:
+        inside = [size // n for size, n in zip(shape, slices, strict=True)]
+        make = functools.partial(mesh_utils.create_hybrid_device_mesh, inside, slices, devices)
     try:
-        made = mesh_utils.create_device_mesh(shape, devices)
+        made = make()
     except NotImplementedError:  # the axes do not match the torus: `sw.mesh` does the same
-        made = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        made = make(allow_split_physical_axes=True)
     return list(made.flat)
 
 

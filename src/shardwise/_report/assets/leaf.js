@@ -56,14 +56,14 @@ function drawing(side, leaf) {
   const owner = Array.from({ length: side.devices }, (_, device) => partNumber(side, leaf, device));
   const holders = Array.from({ length: parts }, () => []);
   owner.forEach((part, device) => holders[part].push(device));
-  const told = make("p", { class: "told", role: "status", id: "cut-told" });
+  const status = make("p", { class: "status", role: "status", id: "cut-status" });
   const cells = [];
   let chosen = 0;
   const tell = () => {
     const part = owner[chosen];
     const mates = holders[part].map((device) => showDevice(side, device));
     const shown = mates.length > 8 ? `${mates.slice(0, 8).join("; ")} and ${mates.length - 8} more` : mates.join("; ");
-    told.textContent = `${showDevice(side, chosen)} holds ${showSlice(sliceOf(side, leaf, chosen))}, shard ${part + 1} of ${parts}; held by ${plural(mates.length, "device")}: ${shown}`;
+    status.textContent = `${showDevice(side, chosen)} holds ${showSlice(sliceOf(side, leaf, chosen))}, shard ${part + 1} of ${parts}; held by ${plural(mates.length, "device")}: ${shown}`;
     cells.forEach((cell, number) => cell.classList.toggle("chosen", number === part));
     grid.draw(chosen);
   };
@@ -82,7 +82,7 @@ function drawing(side, leaf) {
   });
   const box = make("div", { class: "drawing" },
     make("figure", {}, array, make("figcaption", {}, `The array in ${plural(parts, "shard")}`)),
-    make("figure", {}, grid.element, make("figcaption", {}, `${plural(side.devices, "device")}, each with the number of its shard`)), told);
+    make("figure", {}, grid.element, make("figcaption", {}, `${plural(side.devices, "device")}, each with the number of its shard`)), status);
   tell();
   return box;
 }

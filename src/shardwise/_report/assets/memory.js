@@ -17,10 +17,10 @@ function verdictBox(side, named) {
 function memoryBar(side, most) {
   const { parts, capacity, whole } = side.memory;
   const used = parts.reduce((total, [, bytes]) => total + bytes, 0);
-  const told = parts.map(([name, bytes, label]) => `${name} ${showBytes(bytes)} (${label})`).join(", ");
+  const summary = parts.map(([name, bytes, label]) => `${name} ${showBytes(bytes)} (${label})`).join(", ");
   const bar = make("div", {
     class: "memory", role: "img",
-    "aria-label": `Memory of one device: ${told}${capacity ? `; it has ${showBytes(capacity)}` : ""}.`,
+    "aria-label": `Memory of one device: ${summary}${capacity ? `; it has ${showBytes(capacity)}` : ""}.`,
   }, parts.map(([name, bytes, label]) => make("span", {
     class: "piece", title: `${name}: ${showBytes(bytes)} (${label})`,
     style: `width:${(100 * bytes) / most}%;background:var(${PART_COLOURS[name]})`,

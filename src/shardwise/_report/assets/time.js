@@ -7,8 +7,8 @@ const TIME_WORDS = {
 
 function partsBar(time, most) {
   const parts = Object.entries(time.parts);
-  const told = parts.map(([name, seconds]) => `${name} ${showSeconds(seconds)}`).join(", ");
-  const bar = make("div", { class: "memory parts", role: "img", "aria-label": `Time of one step: ${told} (modelled).` },
+  const summary = parts.map(([name, seconds]) => `${name} ${showSeconds(seconds)}`).join(", ");
+  const bar = make("div", { class: "memory parts", role: "img", "aria-label": `Time of one step: ${summary} (modelled).` },
     parts.map(([name, seconds]) => make("span", {
       class: "piece", title: `${name}: ${showSeconds(seconds)}`,
       style: `width:${(100 * seconds) / most}%;background:var(${BOUND_COLOURS[name]})`,
@@ -59,7 +59,7 @@ function showTimed(element, side, named) {
   if (!time) return null;
   let view = null;
   const detail = make("div", { class: "slice-box", id: "slice", role: "region", "aria-label": "The chosen slice", "aria-live": "polite" });
-  const marked = make("p", { class: "told", role: "status" });
+  const marked = make("p", { class: "status", role: "status" });
   const mark = (name, of) => {
     if (!view) return;
     view.mark(name === null ? null : (slice) => of(slice) === name);

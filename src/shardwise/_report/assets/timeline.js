@@ -65,8 +65,8 @@ class TimelineView {
   }
 
   describe() {
-    const told = this.timeline.streams.map((s) => `${s.name}: ${plural(s.slices.length, "slice")}, busy for ${showSeconds(s.busy)}`);
-    return `Timeline of one step of ${showSeconds(this.timeline.seconds)} (modelled). ${told.join("; ")}.`;
+    const summary = this.timeline.streams.map((s) => `${s.name}: ${plural(s.slices.length, "slice")}, busy for ${showSeconds(s.busy)}`);
+    return `Timeline of one step of ${showSeconds(this.timeline.seconds)} (modelled). ${summary.join("; ")}.`;
   }
 
   listen() {
@@ -409,7 +409,7 @@ function sliceLines(slice) {
   else if (slice.op && !slice.title.startsWith(slice.op)) lines.push(slice.op);
   lines.push(slice.line || "no line of your code");
   lines.push(`${showSeconds(slice.busy)}${slice.times > 1 ? ` ×${slice.times}` : ""}, bound by ${slice.bound}${slice.axes ? ` over ${slice.axes}` : ""}`);
-  const work = [slice.bytes ? `${showBytes(slice.bytes)} of memory traffic` : "", slice.flops ? showFlops(slice.flops) : ""].filter(Boolean);
+  const work = [slice.bytes ? `${showBytes(slice.bytes)} ${slice.bound === "communication" ? "communicated" : "of memory traffic"}` : "", slice.flops ? showFlops(slice.flops) : ""].filter(Boolean);
   if (work.length) lines.push(work.join(", "));
   if (slice.stream !== "compute") lines.push(slice.exposed ? `${showSeconds(slice.exposed)} exposed` : "overlapped");
   return lines;

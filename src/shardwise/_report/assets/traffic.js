@@ -47,7 +47,7 @@ function showTraffic(element, side) {
   }
   const rows = collectivesOf(side);
   const total = rows.reduce((sum, row) => sum + row.bytes, 0);
-  const told = rows.length
+  const summary = rows.length
     ? `${plural(rows.reduce((n, row) => n + row.times, 0), "collective")} in a step (compiled); each device sends ${showBytes(total)} (modelled)`
     : side.compiled.flops === null ? "The collectives are unknown: the compiler returned no program." : "The compiled step has no collectives.";
   const missing = Object.entries(side.compiled.not_counted).map(([name, times]) => times > 1 ? `${name} ×${times}` : name).join(", ");
@@ -66,7 +66,7 @@ function showTraffic(element, side) {
       shown.length > 500 ? make("p", { class: "faint" }, `and ${shown.length - 500} more`) : "");
   };
   const views = Object.keys(TRAFFIC_VIEWS).map((name) => [name, () => show(name)]);
-  element.replaceChildren(title, make("p", {}, told), make("p", {}, work),
+  element.replaceChildren(title, make("p", {}, summary), make("p", {}, work),
     side.compiled.note ? make("p", { class: "faint" }, side.compiled.note) : "",
     rows.length ? tabList("traffic", "Collectives", views) : "", place);
 }

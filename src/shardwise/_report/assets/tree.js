@@ -19,7 +19,7 @@ class Tree {
         .map(([value, text]) => make("option", { value }, text)));
     const fold = make("input", { type: "checkbox", id: "fold", checked: true, onchange: () => this.set({ fold: fold.checked }) });
     const button = (text, act) => make("button", { type: "button", onclick: act }, text);
-    this.told = make("p", { class: "told", role: "status" });
+    this.status = make("p", { class: "status", role: "status" });
     this.legend = make("div", { class: "legend", role: "group", "aria-label": "Filter by how leaves are split" },
       this.side.groups.map((group) => this.legendEntry(group)));
     this.rows = make("div", { class: "tree", role: "treegrid", tabindex: 0, "aria-label": "Leaves of the model" });
@@ -28,7 +28,7 @@ class Tree {
         search, sort, make("label", { class: "check" }, fold, " fold repeated layers"),
         button("Open all", () => this.openAll()), button("Close all", () => this.closeAll())),
       this.legend,
-      this.rows, this.told);
+      this.rows, this.status);
     this.rows.append(make("div", { class: "tree-head", role: "row" },
       ["leaf", "spec", "bytes/device", "", "copies"].map((text) => make("span", { role: "columnheader" }, text))));
     this.list = new RowList(this.rows, (row, index) => this.draw(row, index));
@@ -59,7 +59,7 @@ class Tree {
     this.found = this.matching();
     this.list.set(this.visible());
     const total = this.side.leaves.length;
-    this.told.textContent = this.found
+    this.status.textContent = this.found
       ? `${plural(this.found.size, "leaf", "leaves")} of ${total.toLocaleString("en")}, ${showBytes([...this.found].reduce((t, l) => t + l.held, 0))} on each device (exact)`
       : `${plural(total, "leaf", "leaves")}, ${showBytes(this.side.tree.held)} of ${showBytes(this.side.tree.bytes)} on each device (exact)`;
   }

@@ -6,8 +6,8 @@ class Treemap {
     this.root = side.tree;
     this.canvas = make("canvas", { tabindex: 0, role: "img" });
     this.crumbs = make("div", { class: "crumbs" });
-    this.told = make("p", { class: "told", role: "status" }, "");
-    element.replaceChildren(this.crumbs, this.canvas, this.told);
+    this.status = make("p", { class: "status", role: "status" }, "");
+    element.replaceChildren(this.crumbs, this.canvas, this.status);
     this.canvas.setAttribute("aria-label", this.describe(label));
     this.canvas.addEventListener("mousemove", (event) => this.hover(this.find(event)));
     this.canvas.addEventListener("mouseleave", () => this.hover(null));
@@ -21,8 +21,8 @@ class Treemap {
   }
 
   describe(label) {
-    const told = this.side.groups.map((g) => `${g.name === "whole" ? "replicated" : g.name}: ${showBytes(g.held)} in ${plural(g.count, "leaf", "leaves")}`);
-    return `${label || "Bytes on each device, by leaf"}. ${told.join("; ")}. Arrow keys go through the leaves, largest first; Enter shows one.`;
+    const summary = this.side.groups.map((g) => `${g.name === "whole" ? "replicated" : g.name}: ${showBytes(g.held)} in ${plural(g.count, "leaf", "leaves")}`);
+    return `${label || "Bytes on each device, by leaf"}. ${summary.join("; ")}. Arrow keys go through the leaves, largest first; Enter shows one.`;
   }
 
   zoom(node) {
@@ -139,7 +139,7 @@ class Treemap {
 
   hover(area) {
     const leaf = area && area.node.leaf;
-    this.told.textContent = leaf
+    this.status.textContent = leaf
       ? `${leaf.path}  ${showShape(leaf.dtype, leaf.shape)}  ${leaf.spec}  ${showBytes(leaf.held)} on each device, ${plural(leaf.copies, "copy", "copies")}`
       : "";
     this.canvas.style.cursor = leaf ? "pointer" : "default";
