@@ -90,6 +90,8 @@ class Compiled:
         mesh: the sizes of the mesh's axes by name.
         memory: the memory of one device; None if the compiler failed without reporting it.
         refused: why the compiler rejected the program, in its own words, or empty.
+        stand_in: whether collectives, buffers, flops and traffic are those of the same step compiled
+            for CPU devices, because the chips' compiler left no program behind.
         collectives: each with its axes, bytes, times and cause (compiled; bytes modelled).
         buffers: the largest temporaries alive at the peak, with everything else in the last row;
             labelled `compiled` or `modelled`.
@@ -119,6 +121,7 @@ class Compiled:
     flops: int | None
     bytes_accessed: int | None
     findings: Findings
+    stand_in: bool = False
     time: StepTime | None = None
     workspace_bound: int = 0
     not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -221,12 +224,12 @@ class Compiled:
     @property
     def note(self) -> str:
         """Which program causes and collectives come from, if not the one of the chips."""
-        if not (self.refused and self.hlo):
+        if not self.stand_in:
             return ""
         return (
-            "The compiler returns no program if it does not fit: causes and collectives below come "
-            "from the same\nstep compiled for as many CPU devices, which is partitioned in the same "
-            "way but widens bfloat16 and\nuses plain attention."
+            "The compiler left no program behind: collectives and temporaries below are not of the "
+            "chips, but of the\nsame step compiled for as many CPU devices, which is partitioned in "
+            "the same way but widens bfloat16\nand uses plain attention."
         )
 
     @property
@@ -236,7 +239,7 @@ class Compiled:
         if self.note:
             parts.append(self.note)
         if self.memory is not None:
-            parts.append(_show_memory(self.memory, self.buffers))
+            parts.append(_show_memory(self.memory, self.buffers, self.stand_in))
         if self.workspace_bound:
             parts.append(
                 f"convolutions choose their workspace on the device: up to "
@@ -272,6 +275,7 @@ class Compiled:
             "spare_bytes": self.spare_bytes,
             "verdict": self.verdict,
             "refused": self.refused,
+            "stand_in": self.stand_in,
             "memory": dataclasses.asdict(self.memory) if self.memory else None,
             "buffers": [dataclasses.asdict(row) for row in self.buffers],
             "collectives": [
@@ -329,7 +333,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
+def _show_memory(memory: Memory, buffers: Sequence[Buffer], stand_in: bool) -> str:
     rows = [
         ("parameters", show_bytes(memory.parameters), "exact"),
         ("optimizer", show_bytes(memory.optimizer), "exact"),
@@ -352,8 +356,9 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
             )
             for buffer in buffers
         ]
+        label = "of CPU devices, not of the chips" if stand_in else buffers[0].label
         head = (
-            f"largest temporaries at the peak ({buffers[0].label})",
+            f"largest temporaries at the peak ({label})",
             "",
             "bytes",
             "line",
