@@ -1,5 +1,8 @@
 """What every walk over a traced program needs, and the one place for what JAX may move."""
 
+from .chosen import Chosen as Chosen
+from .chosen import choosing as choosing
+from .chosen import chosen_chunks as chosen_chunks
 from .jaxpr import call_jaxpr as call_jaxpr
 from .jaxpr import cut_jaxpr as cut_jaxpr
 from .jaxpr import is_jaxpr as is_jaxpr
@@ -25,5 +28,9 @@ from .private import needs_devices as needs_devices
 from .private import probe as probe
 from .private import splash_attention as splash_attention
 from .quick import quick_tracing as quick_tracing
+from .saving import FORM as SAVING_FORM
+from .saving import is_saving as is_saving
+from .saving import named as named
+from .saving import parse_saving as parse_saving
 from .values import shorten as shorten
 from .values import show_value as show_value

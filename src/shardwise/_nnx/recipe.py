@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._base import public, show_type
-from .._jax import shorten, show_value
+from .._jax import SAVING_FORM, is_saving, parse_saving, shorten, show_value
 
 Remat = str | Callable[..., Any]
 
@@ -35,8 +35,13 @@ class Recipe:
         compute_dtype: the dtype that parameters and floating-point inputs are cast to within the
             loss, such as `"bfloat16"`; parameters, gradients and optimizer state keep theirs.
         remat: what the backward pass recomputes instead of saving: the name of one of
-            `jax.checkpoint_policies`, or a policy itself, for the whole loss; or a dict from path
-            patterns of modules to policies: `{"blocks.*": "dots_saveable"}`.
+            `jax.checkpoint_policies`; or `"save:q,k,v+offload:input"`, the activations (named by
+            `jax.ad_checkpoint.checkpoint_name`) that are saved on the device or offloaded to the
+            host's memory; or a policy itself. For the whole loss, or in a dict from path patterns of
+            modules to policies: `{"blocks.*": "dots_saveable"}`.
+        loss_chunks: in how many chunks the loss is computed with the output head, so that the
+            logits never exist all at once; for losses that use `sw.head_loss` or
+            `models.next_token_loss`.
         wrt: which variables are trained, as a Flax NNX filter.
         rngs: a seed; the loss is then called with a third argument, an `nnx.Rngs` that differs
             at each step. A model with its own `nnx.Rngs` does not need it.
@@ -63,6 +68,7 @@ class Recipe:
     clip: float | None = None
     compute_dtype: Any = None
     remat: Remat | Mapping[str, Remat] | None = None
+    loss_chunks: int = 1
     wrt: Any = nnx.Param
     rngs: int | None = None
     ema: float | None = None
@@ -95,6 +101,11 @@ class Recipe:
         if type(self.accumulate) is not int or self.accumulate < 1:
             raise ValueError(
                 f"a recipe's accumulate must be a positive integer, got {show_value(self.accumulate)}"
+            )
+        if type(self.loss_chunks) is not int or self.loss_chunks < 1:
+            raise ValueError(
+                f"a recipe's loss_chunks must be a positive integer, "
+                f"got {show_value(self.loss_chunks)}"
             )
         if self.accumulate > 1:
             self._require_divisible()
@@ -179,12 +190,13 @@ def remat_policy(policy: Remat) -> Callable[..., Any]:
     """
     if callable(policy):
         return policy
+    if isinstance(policy, str) and is_saving(policy):
+        return parse_saving(policy).policy()
     names = policy_names()
     if policy not in names:
         raise ValueError(
             f"remat={show_value(policy)} is not a policy of jax.checkpoint_policies that takes no "
-            f"arguments: use {', '.join(names)}; or pass a policy object, such as "
-            f"jax.checkpoint_policies.save_only_these_names('attention')"
+            f"arguments: use {', '.join(names)}; or {SAVING_FORM}; or pass a policy object"
         )
     return getattr(jax.checkpoint_policies, policy)
 

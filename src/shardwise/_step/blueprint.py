@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import user_traceback
 from .._check import LayoutError, check, matched
-from .._jax import show_value
+from .._jax import Chosen, choosing, named, show_value
 from .._layout import Layout, require_layout
 from .._mesh import AnyMesh, chips_of, make_spec, padded
 from .._nnx import AbstractModel, Recipe, abstract_model, keyed_leaves, remat_policy, show_path
@@ -137,7 +137,8 @@ class Blueprint:
         recipe = self.recipe
         trained = {path: state.model[path] for path in self.trained}
         rest = {path: x for path, x in state.model.items() if path not in trained}
-        loss, metrics, rest, grads = self._gradients(trained, rest, batch, state.step)
+        with named():
+            loss, metrics, rest, grads = self._gradients(trained, rest, batch, state.step)
         if recipe.clip is not None:
             # Not `optax.clip_by_global_norm`: it reports no norm, and sums the squares in the dtype
             # of the gradients, where four float16 of 1e4 have the norm inf, and bfloat16 loses
@@ -230,7 +231,14 @@ class Blueprint:
             if isinstance(recipe.remat, Mapping) and train:
                 remat_modules(model, recipe.remat)
             scope_modules(model)
-            out = recipe.loss(model, batch, *[nnx.Rngs(key) for key in keys])
+            chosen = Chosen(recipe.loss_chunks)
+            with choosing(chosen) if recipe.loss_chunks > 1 else contextlib.nullcontext():
+                out = recipe.loss(model, batch, *[nnx.Rngs(key) for key in keys])
+            if recipe.loss_chunks > 1 and not chosen.used:
+                raise ValueError(
+                    f"loss_chunks={recipe.loss_chunks} has no effect, because the recipe's loss makes "
+                    f"its own logits: compute it with sw.head_loss(hidden, kernel, targets)"
+                )
             if not isinstance(out, tuple):
                 out = (out, {})
             _require_scalar(*out)
