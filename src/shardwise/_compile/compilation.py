@@ -315,6 +315,7 @@ def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | N
         parameters=job.parameters_bytes,
         optimizer=job.optimizer_bytes,
         batch=job.batch_bytes,
+        host_state=job.host_bytes,
     )
 
 
@@ -323,10 +324,14 @@ def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platfo
     outputs = stats["output_size_in_bytes"]
     aliased = stats["alias_size_in_bytes"]
     temporaries = stats["temp_size_in_bytes"]
+    host = stats.get("host_temp_size_in_bytes", 0)
     if target_platform == "tpu":
-        # The reported peak plus the program's code; older versions report 0 for temporaries.
-        total = stats.get("peak_memory_in_bytes", 0) + stats.get("generated_code_size_in_bytes", 0)
-        temporaries = max(temporaries, total - arguments - outputs + aliased)
+        # All allocations plus the program's code. The statistic for temporaries is none: older
+        # versions report 0, and newer ones more than a device has, for programs that fit.
+        total = stats.get("total_allocation_bytes") or stats.get("peak_memory_in_bytes", 0)
+        if total:
+            total += stats.get("generated_code_size_in_bytes", 0)
+            temporaries = max(0, total - arguments - outputs + aliased)
     return Memory(
         arguments=arguments,
         outputs=outputs,
@@ -337,4 +342,6 @@ def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platfo
         parameters=job.parameters_bytes,
         optimizer=job.optimizer_bytes,
         batch=job.batch_bytes,
+        host_state=job.host_bytes,
+        host_temporaries=host,
     )

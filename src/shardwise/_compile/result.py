@@ -52,6 +52,9 @@ class Memory:
         parameters: the model's share of the arguments (exact).
         optimizer: the share of the optimizer state, including a moving average (exact).
         batch: the batch's share (exact).
+        host_state: state of the device that is in the memory of its host, not in that of the device
+            (exact).
+        host_temporaries: temporaries there, such as offloaded activations (compiled).
     """
 
     arguments: int
@@ -63,6 +66,8 @@ class Memory:
     parameters: int
     optimizer: int
     batch: int
+    host_state: int = 0
+    host_temporaries: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -343,6 +348,10 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer], stand_in: bool) -> s
         ("temporaries", show_bytes(memory.temporaries), "compiled"),
         ("peak", show_bytes(memory.peak), "compiled"),
     ]
+    if memory.host_state:
+        rows.append(("state in host memory", show_bytes(memory.host_state), "exact"))
+    if memory.host_temporaries:
+        rows.append(("temporaries in host memory", show_bytes(memory.host_temporaries), "compiled"))
     text = text_table(("memory of one device", "bytes", ""), rows, right=(1,))
     if buffers:
         found = [

@@ -12,6 +12,10 @@ from .jaxpr import opened as opened
 from .jaxpr import scan_parts as scan_parts
 from .jaxpr import sub_jaxprs as sub_jaxprs
 from .jaxpr import user_line as user_line
+from .memory import in_host_memory as in_host_memory
+from .memory import is_in_host_memory as is_in_host_memory
+from .memory import on_device as on_device
+from .memory import on_host as on_host
 from .private import TESTED as TESTED
 from .private import Internal as Internal
 from .private import MissingInternal as MissingInternal
@@ -28,9 +32,9 @@ from .private import needs_devices as needs_devices
 from .private import probe as probe
 from .private import splash_attention as splash_attention
 from .quick import quick_tracing as quick_tracing
-from .saving import FORM as SAVING_FORM
+from .saving import SAVING_FORM as SAVING_FORM
 from .saving import is_saving as is_saving
-from .saving import named as named
+from .saving import known_names as known_names
 from .saving import parse_saving as parse_saving
 from .values import shorten as shorten
 from .values import show_value as show_value

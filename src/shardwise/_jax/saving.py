@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-FORM = "save:NAMES, offload:NAMES, or both joined by +, such as save:q,k,v+offload:input"
+SAVING_FORM = "save:NAMES, offload:NAMES, or both joined by +, such as save:q,k,v+offload:input"
 # Where JAX runs attention as one kernel of cuDNN's, its results have no names of their own.
 _ATTENTION, _CONTEXT = "dot_product_attention_fwd", "context"
 
@@ -36,7 +36,7 @@ class Saving:
         return self.saved + self.offloaded
 
     def policy(self) -> Any:
-        """Returns a policy for `jax.checkpoint`; inside `named`, it is checked for unknown names."""
+        """Returns a policy for `jax.checkpoint`; inside `known_names`, it is checked for unknown names."""
         choose = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=self.saved,
             names_which_can_be_offloaded=self.offloaded,
@@ -75,7 +75,7 @@ def parse_saving(text: str) -> Saving:
         listed = tuple(names.split(","))
         well_formed = all(re.fullmatch(r"[\w.\-]+", name) for name in listed)
         if verb not in ("save", "offload") or verb in found or not well_formed:
-            raise ValueError(f"remat {text!r} is not a policy: write {FORM}")
+            raise ValueError(f"remat {text!r} is not a policy: write {SAVING_FORM}")
         found[verb] = listed
     saving = Saving(found.get("save", ()), found.get("offload", ()))
     twice = sorted({name for name in saving.names if saving.names.count(name) > 1})
@@ -93,7 +93,7 @@ _asked: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def named() -> Iterator[None]:
+def known_names() -> Iterator[None]:
     """Raises if a policy made inside has a name that no activation has.
 
     Raises:

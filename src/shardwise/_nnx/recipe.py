@@ -16,6 +16,7 @@ from .._base import public, show_type
 from .._jax import SAVING_FORM, is_saving, parse_saving, shorten, show_value
 
 Remat = str | Callable[..., Any]
+OFFLOADABLE = ("optimizer", "ema")
 
 
 @public
@@ -42,6 +43,8 @@ class Recipe:
         loss_chunks: in how many chunks the loss is computed with the output head, so that the
             logits never exist all at once; for losses that use `sw.head_loss` or
             `models.next_token_loss`.
+        offload: what is kept in the memory of the hosts between steps, and moved to the devices for
+            its update: `"optimizer"` (its state), `"ema"`, or both, `"optimizer,ema"`.
         wrt: which variables are trained, as a Flax NNX filter.
         rngs: a seed; the loss is then called with a third argument, an `nnx.Rngs` that differs
             at each step. A model with its own `nnx.Rngs` does not need it.
@@ -69,6 +72,7 @@ class Recipe:
     compute_dtype: Any = None
     remat: Remat | Mapping[str, Remat] | None = None
     loss_chunks: int = 1
+    offload: str = ""
     wrt: Any = nnx.Param
     rngs: int | None = None
     ema: float | None = None
@@ -107,6 +111,7 @@ class Recipe:
                 f"a recipe's loss_chunks must be a positive integer, "
                 f"got {show_value(self.loss_chunks)}"
             )
+        self._require_parts()
         if self.accumulate > 1:
             self._require_divisible()
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
@@ -160,6 +165,23 @@ class Recipe:
             f"a recipe's loss is called as loss({', '.join(names)}), but its arguments are "
             f"{shorten(str(signature))}: {hint}"
         )
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The parts of the state that are kept in the memory of the hosts."""
+        return tuple(self.offload.split(",")) if self.offload else ()
+
+    def _require_parts(self) -> None:
+        parts = self.offload.split(",") if isinstance(self.offload, str) else [self.offload]
+        if self.offload != "" and (
+            not set(parts) <= set(OFFLOADABLE) or len(set(parts)) < len(parts)
+        ):
+            raise ValueError(
+                f"a recipe's offload must be {', '.join(map(repr, OFFLOADABLE))} or both, joined by "
+                f"a comma, got {show_value(self.offload)}"
+            )
+        if "ema" in parts and self.ema is None:
+            raise ValueError("a recipe's offload names 'ema', but it has no ema=")
 
     def _require_divisible(self) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
