@@ -218,7 +218,8 @@ def remat_policy(policy: Remat) -> Callable[..., Any]:
     if policy not in names:
         raise ValueError(
             f"remat={show_value(policy)} is not a policy of jax.checkpoint_policies that takes no "
-            f"arguments: use {', '.join(names)}; or {SAVING_FORM}; or pass a policy object"
+            f"arguments: use {', '.join(names)}; or {SAVING_FORM}; or pass a policy object, "
+            f"such as jax.checkpoint_policies.save_only_these_names('attention')"
         )
     return getattr(jax.checkpoint_policies, policy)
 

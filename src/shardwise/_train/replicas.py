@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._base import public
-from .._jax import on_device
 from .._checkpoint import words_of
+from .._jax import on_device
 from .._mesh import spec_axes
 from .._place import own_mesh
 from .._processes import odd_ones
