@@ -92,7 +92,7 @@ def test_attention_that_is_saved_is_not_needed_again():
         gradient, state = backward(remat, np.ones((1, 128), "int32"), width=128)
         with jax.sharding.use_abstract_mesh(mesh):
             found[remat] = list(names_in(jax.make_jaxpr(gradient)(state).jaxpr)).count("context")
-    assert found["nothing_saveable"] - found["save:context"] == 2
+    assert found["nothing_saveable"] > found["save:context"] == 2
 
 
 class Own(nnx.Module):
