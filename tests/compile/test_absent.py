@@ -1,5 +1,6 @@
 """Compiling for chips that are not here, by their real compilers."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -117,6 +118,30 @@ def test_what_does_not_fit_is_a_finding_not_a_traceback(on):
         r"largest temporaries: f32\[2097152,2048\].*test_absent\.py:\d+", finding.context
     )
     assert "Traceback" not in str(compiled)
+    # The causes are the chip's own: what its compiler had assigned when it gave up.
+    assert not compiled.stand_in and not compiled.note
+    assert {row.label for row in compiled.buffers} == {"compiled"}
+    assert ("custom-call" in compiled.hlo or "fusion" in compiled.hlo) and compiled.has_program
+
+
+def test_what_is_too_much_counts_the_state_once():
+    """The TPU compiler's total has the arguments in it: here, most of what does not fit."""
+    make = lambda: nnx.Linear(32768, 65536, use_bias=False, rngs=nnx.Rngs(0))  # noqa: E731
+    given = recipe((8, 32768), model=make, optimizer=optax.sgd(0.1, momentum=0.9))
+    compiled = sw.compile(given, sw.layout(make, sw.mesh("data=1", on="v5e:1x1"), "dp"))
+    memory = compiled.memory
+    assert compiled.refused and memory.arguments == pytest.approx(2 * 2**33, rel=0.001)
+    shown = re.search(r"HLO temporaries \(([\d.]+)G|Used ([\d.]+)G of", compiled.refused)
+    total = float(shown[1] or shown[2]) * 2**30
+    assert memory.peak == pytest.approx(total, rel=0.001)
+    assert compiled.spare_bytes == memory.capacity - memory.peak
+
+
+def test_a_stand_in_is_marked_as_one():
+    found = sw.compile(recipe(), layout_of("data=8", FSDP, on="v5e:2x4"))
+    other = dataclasses.replace(found, refused="RESOURCE_EXHAUSTED", stand_in=True)
+    assert "not of the chips" in other.note and other.note in str(other)
+    assert other.to_dict()["stand_in"] is True and found.note == ""
 
 
 # --- the process stays clean ----------------------------------------------------------------------

@@ -114,6 +114,11 @@ REJECTED = {
         "chosen must be between 1 and the number of experts, 2, got 3",
     ),
     "capacity": ({"capacity": 1.0}, "capacity is 1.0 and experts is None"),
+    "saved": (
+        {"remat": "save:q,w"},
+        "remat 'save:q,w' names w: the activations of a block are input",
+    ),
+    "saved-experts": ({"remat": "save:up", "experts": 2}, "remat 'save:up' names up"),
     "remat": ({"remat": "some"}, "remat 'some' is not a policy in jax.checkpoint_policies"),
 }
 

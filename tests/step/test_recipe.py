@@ -484,8 +484,15 @@ RECIPES = {
     ),
     "needs-arguments": (
         {"remat": "save_only_these_names"},
-        "or pass a policy object, such as jax.checkpoint_policies.save_only",
+        "such as save:q,k,v+offload:input; or pass a policy object, such as jax.checkpoint_policies.save_only",
     ),
+    "saved-form": ({"remat": "keep:q"}, "remat 'keep:q' is not a policy: write save:NAMES"),
+    "saved-twice": (
+        {"remat": "save:q+offload:q"},
+        "remat 'save:q+offload:q' names q more than once",
+    ),
+    "offload": ({"offload": "model"}, "offload must be 'optimizer', 'ema' or both"),
+    "offload-ema": ({"offload": "ema"}, "offload names 'ema', but it has no ema="),
     "module-policy": ({"remat": {"up": "all"}}, "remat='all' is not a policy"),
 }
 

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from .._jax import on_device
 from .._mesh import padded, spec_axes
 
 ALGORITHM = "threefry2x32-20-sum64"
@@ -115,7 +116,8 @@ def _parts_on(mesh: Mesh, kinds: tuple[_Kind, ...]) -> Any:
         return jax.lax.fori_loop(0, len(parts), one, empty)[None]
 
     specs, every = tuple(kind.spec for kind in kinds), P(mesh.axis_names)
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=every, check_vma=False))
+    each = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=every, check_vma=False)
+    return jax.jit(lambda *arrays: each(*map(on_device, arrays)))
 
 
 @functools.lru_cache(maxsize=8)

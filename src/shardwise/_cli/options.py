@@ -301,12 +301,18 @@ def _make_mesh(mesh: str, on: str) -> Any:
 
 
 def _require_policy(remat: str) -> None:
+    from .._jax import SAVING_FORM, is_saving, parse_saving
     from .._nnx import policy_names
 
+    if is_saving(remat):
+        parse_saving(remat)
+        return
     # A shell can only give the name of a policy that takes no arguments.
     names = ["none", *policy_names()]
     if remat not in names:
-        raise ValueError(f"--remat {remat!r} is not a policy: give one of {', '.join(names)}")
+        raise ValueError(
+            f"--remat {remat!r} is not a policy: give one of {', '.join(names)}; or {SAVING_FORM}"
+        )
 
 
 CalibrationOption = Annotated[

@@ -105,12 +105,13 @@ def compile(
         there = absent_mesh(chips, mesh)
         there_job = job_of(recipe, layout.on(there), inputs, method)
         program = compile_here(traced(there_job).lower(), there, there_job.options)
-    if program.refused and not program.hlo:
+    stand_in = bool(program.refused) and not program.hlo
+    if stand_in:
         hlo, noise = _structure(recipe, layout, inputs, method, show)
         program = dataclasses.replace(
             program, hlo=hlo, alive=None, noise=f"{program.noise}\n{noise}"
         )
-    return _result(job, program, mesh, measured)
+    return _result(job, program, mesh, measured, stand_in=stand_in)
 
 
 class _NeedsDevices(Exception):
@@ -174,8 +175,8 @@ def _structure(
 ) -> tuple[str, str]:
     """Returns the step's HLO for CPU devices, which have no memory limit, and what was printed.
 
-    If the compiler of the chips only says that the step does not fit, this shows why: it is
-    partitioned in the same way.
+    If the compiler of the chips says that the step does not fit and leaves no program behind, this
+    stands in for it: it is partitioned in the same way, but its buffers are not those of the chips.
     """
     mesh = layout.mesh
     bare = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=mesh.axis_types)
@@ -211,7 +212,14 @@ def _without_callers(text: str) -> str:
     return "\n".join(kept)
 
 
-def _result(job: Job, program: Program, mesh: AnyMesh, calibration: Calibration | None) -> Compiled:
+def _result(
+    job: Job,
+    program: Program,
+    mesh: AnyMesh,
+    calibration: Calibration | None,
+    *,
+    stand_in: bool = False,
+) -> Compiled:
     chips = chips_of(mesh)
     if chips is not None:
         where, platform = str(chips), chips.platform
@@ -243,6 +251,7 @@ def _result(job: Job, program: Program, mesh: AnyMesh, calibration: Calibration 
         mesh=dict(mesh.shape),
         memory=memory,
         refused=program.refused,
+        stand_in=stand_in and bool(program.hlo),
         collectives=tuple(rows),
         buffers=tuple(buffers),
         flops=work.flops if work else None,
@@ -297,16 +306,15 @@ def tokens_of(batch: Any) -> int | None:
 def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | None:
     """Returns the memory that a compiler reports when it rejects a program, if it reports any."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    needed = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", refused)
-    used = re.search(r"Used ([\d.]+)([KMGT]) of", refused)
+    # Both are totals, with the arguments in them, whatever the first one calls itself: it equals the
+    # sum of all allocations in the compiler's own report.
+    total = re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of", refused)
+    if total is None:
+        return None
+    number, unit = (text for text in total.groups() if text is not None)
     state = job.parameters_bytes + job.optimizer_bytes
     arguments = state + job.batch_bytes
-    if needed is not None:
-        temporaries = int(float(needed[1]) * units[needed[2]])
-    elif used is not None:
-        temporaries = max(0, int(float(used[1]) * units[used[2]]) - arguments)
-    else:
-        return None
+    temporaries = max(0, int(float(number) * units[unit]) - arguments)
     return Memory(
         arguments=arguments,
         outputs=state,
@@ -317,6 +325,7 @@ def _memory_in_words(job: Job, refused: str, capacity: int | None) -> Memory | N
         parameters=job.parameters_bytes,
         optimizer=job.optimizer_bytes,
         batch=job.batch_bytes,
+        host_state=job.host_bytes,
     )
 
 
@@ -325,10 +334,14 @@ def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platfo
     outputs = stats["output_size_in_bytes"]
     aliased = stats["alias_size_in_bytes"]
     temporaries = stats["temp_size_in_bytes"]
+    host = stats.get("host_temp_size_in_bytes", 0)
     if target_platform == "tpu":
-        # The reported peak plus the program's code; older versions report 0 for temporaries.
-        total = stats.get("peak_memory_in_bytes", 0) + stats.get("generated_code_size_in_bytes", 0)
-        temporaries = max(temporaries, total - arguments - outputs + aliased)
+        # All allocations plus the program's code. The statistic for temporaries is none: older
+        # versions report 0, and newer ones more than a device has, for programs that fit.
+        total = stats.get("total_allocation_bytes") or stats.get("peak_memory_in_bytes", 0)
+        if total:
+            total += stats.get("generated_code_size_in_bytes", 0)
+            temporaries = max(0, total - arguments - outputs + aliased)
     return Memory(
         arguments=arguments,
         outputs=outputs,
@@ -339,4 +352,6 @@ def _memory(job: Job, stats: dict[str, int], capacity: int | None, target_platfo
         parameters=job.parameters_bytes,
         optimizer=job.optimizer_bytes,
         batch=job.batch_bytes,
+        host_state=job.host_bytes,
+        host_temporaries=host,
     )

@@ -78,7 +78,8 @@ def _does_not_fit(compiled: Compiled, facts: Facts, replicated: list[Finding]) -
         advice = list(_advice(compiled, facts, replicated))
     causes = "; ".join(
         str(row)
-        for row in compiled.buffers[:3]
+        # Those of a stand-in, such as whole attention scores, are not why the chips run out.
+        for row in (() if compiled.stand_in else compiled.buffers[:3])
         if row.total_bytes > _SHARE * compiled.buffers[0].total_bytes and row.shape != OTHER
     )
     return make_finding(

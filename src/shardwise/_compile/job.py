@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import either
 from .._check import check, matched
-from .._jax import quick_tracing
+from .._jax import is_in_host_memory, quick_tracing
 from .._layout import Layout, Method, call_arguments, method_of
 from .._nnx import Recipe, abstract_model, array_bytes
 from .._step import (
@@ -49,6 +49,7 @@ class Job:
     parameters_bytes: int
     optimizer_bytes: int
     batch_bytes: int
+    host_bytes: int = 0
     accumulate: int = 1
 
 
@@ -65,6 +66,7 @@ def _training_job(recipe: Recipe, layout: Layout) -> Job:
         parameters_bytes=shard_bytes(blueprint.abstract.model),
         optimizer_bytes=shard_bytes((blueprint.abstract.optimizer, blueprint.abstract.ema)),
         batch_bytes=shard_bytes(batch),
+        host_bytes=shard_bytes(blueprint.abstract, host=True),
         accumulate=recipe.accumulate,
     )
 
@@ -157,10 +159,17 @@ def _placed(x: Any, layout: Layout) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(layout.mesh, spec))
 
 
-def shard_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of a pytree of abstract arrays (exact)."""
+def shard_bytes(tree: Any, *, host: bool = False) -> int:
+    """Returns the bytes that one device holds of a pytree of abstract arrays (exact).
+
+    Args:
+        tree: the arrays.
+        host: whether to count those in the memory of its host instead.
+    """
     total = 0
     for leaf in jax.tree.leaves(tree):
+        if is_in_host_memory(leaf.sharding) is not host:
+            continue
         total += array_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
     return total
 

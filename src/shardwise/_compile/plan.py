@@ -25,6 +25,7 @@ class Plan:
         compiled: its compilation, or None.
         optimizer_bytes: bytes of optimizer state on one device (exact); None if unknown.
         batch_bytes: bytes of the batch on one device (exact); None if unknown.
+        host_bytes: bytes of a device's state that are in the memory of its host (exact).
         problem: why the recipe's step cannot run on this layout though the layout has no errors,
             such as a batch that the mesh does not divide; or nothing.
     """
@@ -34,6 +35,7 @@ class Plan:
     optimizer_bytes: int | None = None
     batch_bytes: int | None = None
     problem: str = ""
+    host_bytes: int = 0
 
     @functools.cached_property
     def findings(self) -> Findings:
@@ -113,6 +115,8 @@ class Plan:
             resident += ": no leaf is split"
         if self._resident_bytes > layout.bytes_per_device:
             resident += f", with optimizer and batch {show_bytes(self._resident_bytes)}"
+        if self.host_bytes:
+            resident += f" and {show_bytes(self.host_bytes)} in host memory"
         chips = self._chips()
         if chips is None:
             return f"{findings.summary}: {resident}"
@@ -139,7 +143,8 @@ def plan_of(found: Any, layout: Layout) -> Plan:
     try:
         step = make_blueprint(found, layout)
         optimizer = shard_bytes((step.abstract.optimizer, step.abstract.ema))
-        return Plan(layout, None, optimizer, shard_bytes(step.batch))
+        host = shard_bytes(step.abstract, host=True)
+        return Plan(layout, None, optimizer, shard_bytes(step.batch), host_bytes=host)
     except ValueError as error:
         # The layout can be shown all the same; what a run would raise is its verdict.
         return Plan(layout, None, optimizer, problem=" ".join(str(error).split()))

@@ -52,6 +52,9 @@ class Memory:
         parameters: the model's share of the arguments (exact).
         optimizer: the share of the optimizer state, including a moving average (exact).
         batch: the batch's share (exact).
+        host_state: state of the device that is in the memory of its host, not in that of the device
+            (exact).
+        host_temporaries: temporaries there, such as offloaded activations (compiled).
     """
 
     arguments: int
@@ -63,6 +66,8 @@ class Memory:
     parameters: int
     optimizer: int
     batch: int
+    host_state: int = 0
+    host_temporaries: int = 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -90,6 +95,8 @@ class Compiled:
         mesh: the sizes of the mesh's axes by name.
         memory: the memory of one device; None if the compiler failed without reporting it.
         refused: why the compiler rejected the program, in its own words, or empty.
+        stand_in: whether collectives, buffers, flops and traffic are those of the same step compiled
+            for CPU devices, because the chips' compiler left no program behind.
         collectives: each with its axes, bytes, times and cause (compiled; bytes modelled).
         buffers: the largest temporaries alive at the peak, with everything else in the last row;
             labelled `compiled` or `modelled`.
@@ -119,6 +126,7 @@ class Compiled:
     flops: int | None
     bytes_accessed: int | None
     findings: Findings
+    stand_in: bool = False
     time: StepTime | None = None
     workspace_bound: int = 0
     not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -221,12 +229,12 @@ class Compiled:
     @property
     def note(self) -> str:
         """Which program causes and collectives come from, if not the one of the chips."""
-        if not (self.refused and self.hlo):
+        if not self.stand_in:
             return ""
         return (
-            "The compiler returns no program if it does not fit: causes and collectives below come "
-            "from the same\nstep compiled for as many CPU devices, which is partitioned in the same "
-            "way but widens bfloat16 and\nuses plain attention."
+            "The compiler left no program behind: collectives and temporaries below are not of the "
+            "chips, but of the\nsame step compiled for as many CPU devices, which is partitioned in "
+            "the same way but widens bfloat16\nand uses plain attention."
         )
 
     @property
@@ -236,7 +244,7 @@ class Compiled:
         if self.note:
             parts.append(self.note)
         if self.memory is not None:
-            parts.append(_show_memory(self.memory, self.buffers))
+            parts.append(_show_memory(self.memory, self.buffers, self.stand_in))
         if self.workspace_bound:
             parts.append(
                 f"convolutions choose their workspace on the device: up to "
@@ -272,6 +280,7 @@ class Compiled:
             "spare_bytes": self.spare_bytes,
             "verdict": self.verdict,
             "refused": self.refused,
+            "stand_in": self.stand_in,
             "memory": dataclasses.asdict(self.memory) if self.memory else None,
             "buffers": [dataclasses.asdict(row) for row in self.buffers],
             "collectives": [
@@ -329,7 +338,7 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
+def _show_memory(memory: Memory, buffers: Sequence[Buffer], stand_in: bool) -> str:
     rows = [
         ("parameters", show_bytes(memory.parameters), "exact"),
         ("optimizer", show_bytes(memory.optimizer), "exact"),
@@ -339,6 +348,10 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
         ("temporaries", show_bytes(memory.temporaries), "compiled"),
         ("peak", show_bytes(memory.peak), "compiled"),
     ]
+    if memory.host_state:
+        rows.append(("state in host memory", show_bytes(memory.host_state), "exact"))
+    if memory.host_temporaries:
+        rows.append(("temporaries in host memory", show_bytes(memory.host_temporaries), "compiled"))
     text = text_table(("memory of one device", "bytes", ""), rows, right=(1,))
     if buffers:
         found = [
@@ -352,8 +365,9 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer]) -> str:
             )
             for buffer in buffers
         ]
+        label = "of CPU devices, not of the chips" if stand_in else buffers[0].label
         head = (
-            f"largest temporaries at the peak ({buffers[0].label})",
+            f"largest temporaries at the peak ({label})",
             "",
             "bytes",
             "line",

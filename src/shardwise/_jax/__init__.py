@@ -1,5 +1,8 @@
 """What every walk over a traced program needs, and the one place for what JAX may move."""
 
+from .chosen import Chosen as Chosen
+from .chosen import choosing as choosing
+from .chosen import chosen_chunks as chosen_chunks
 from .jaxpr import call_jaxpr as call_jaxpr
 from .jaxpr import cut_jaxpr as cut_jaxpr
 from .jaxpr import is_jaxpr as is_jaxpr
@@ -9,6 +12,10 @@ from .jaxpr import opened as opened
 from .jaxpr import scan_parts as scan_parts
 from .jaxpr import sub_jaxprs as sub_jaxprs
 from .jaxpr import user_line as user_line
+from .memory import in_host_memory as in_host_memory
+from .memory import is_in_host_memory as is_in_host_memory
+from .memory import on_device as on_device
+from .memory import on_host as on_host
 from .private import TESTED as TESTED
 from .private import Internal as Internal
 from .private import MissingInternal as MissingInternal
@@ -25,5 +32,9 @@ from .private import needs_devices as needs_devices
 from .private import probe as probe
 from .private import splash_attention as splash_attention
 from .quick import quick_tracing as quick_tracing
+from .saving import SAVING_FORM as SAVING_FORM
+from .saving import is_saving as is_saving
+from .saving import known_names as known_names
+from .saving import parse_saving as parse_saving
 from .values import shorten as shorten
 from .values import show_value as show_value

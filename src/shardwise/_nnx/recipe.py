@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from .._base import public, show_type
-from .._jax import shorten, show_value
+from .._jax import SAVING_FORM, is_saving, parse_saving, shorten, show_value
 
 Remat = str | Callable[..., Any]
+OFFLOADABLE = ("optimizer", "ema")
 
 
 @public
@@ -35,8 +36,15 @@ class Recipe:
         compute_dtype: the dtype that parameters and floating-point inputs are cast to within the
             loss, such as `"bfloat16"`; parameters, gradients and optimizer state keep theirs.
         remat: what the backward pass recomputes instead of saving: the name of one of
-            `jax.checkpoint_policies`, or a policy itself, for the whole loss; or a dict from path
-            patterns of modules to policies: `{"blocks.*": "dots_saveable"}`.
+            `jax.checkpoint_policies`; or `"save:q,k,v+offload:input"`, the activations (named by
+            `jax.ad_checkpoint.checkpoint_name`) that are saved on the device or offloaded to the
+            host's memory; or a policy itself. For the whole loss, or in a dict from path patterns of
+            modules to policies: `{"blocks.*": "dots_saveable"}`.
+        loss_chunks: in how many chunks the loss is computed with the output head, so that the
+            logits never exist all at once; for losses that use `sw.head_loss` or
+            `models.next_token_loss`.
+        offload: what is kept in the memory of the hosts between steps, and moved to the devices for
+            its update: `"optimizer"` (its state), `"ema"`, or both, `"optimizer,ema"`.
         wrt: which variables are trained, as a Flax NNX filter.
         rngs: a seed; the loss is then called with a third argument, an `nnx.Rngs` that differs
             at each step. A model with its own `nnx.Rngs` does not need it.
@@ -63,6 +71,8 @@ class Recipe:
     clip: float | None = None
     compute_dtype: Any = None
     remat: Remat | Mapping[str, Remat] | None = None
+    loss_chunks: int = 1
+    offload: str = ""
     wrt: Any = nnx.Param
     rngs: int | None = None
     ema: float | None = None
@@ -96,6 +106,12 @@ class Recipe:
             raise ValueError(
                 f"a recipe's accumulate must be a positive integer, got {show_value(self.accumulate)}"
             )
+        if type(self.loss_chunks) is not int or self.loss_chunks < 1:
+            raise ValueError(
+                f"a recipe's loss_chunks must be a positive integer, "
+                f"got {show_value(self.loss_chunks)}"
+            )
+        self._require_parts()
         if self.accumulate > 1:
             self._require_divisible()
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
@@ -150,6 +166,23 @@ class Recipe:
             f"{shorten(str(signature))}: {hint}"
         )
 
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The parts of the state that are kept in the memory of the hosts."""
+        return tuple(self.offload.split(",")) if self.offload else ()
+
+    def _require_parts(self) -> None:
+        parts = self.offload.split(",") if isinstance(self.offload, str) else [self.offload]
+        if self.offload != "" and (
+            not set(parts) <= set(OFFLOADABLE) or len(set(parts)) < len(parts)
+        ):
+            raise ValueError(
+                f"a recipe's offload must be {', '.join(map(repr, OFFLOADABLE))} or both, joined by "
+                f"a comma, got {show_value(self.offload)}"
+            )
+        if "ema" in parts and self.ema is None:
+            raise ValueError("a recipe's offload names 'ema', but it has no ema=")
+
     def _require_divisible(self) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.batch):
             if leaf.shape and leaf.shape[0] % self.accumulate:
@@ -179,12 +212,14 @@ def remat_policy(policy: Remat) -> Callable[..., Any]:
     """
     if callable(policy):
         return policy
+    if isinstance(policy, str) and is_saving(policy):
+        return parse_saving(policy).policy()
     names = policy_names()
     if policy not in names:
         raise ValueError(
             f"remat={show_value(policy)} is not a policy of jax.checkpoint_policies that takes no "
-            f"arguments: use {', '.join(names)}; or pass a policy object, such as "
-            f"jax.checkpoint_policies.save_only_these_names('attention')"
+            f"arguments: use {', '.join(names)}; or {SAVING_FORM}; or pass a policy object, "
+            f"such as jax.checkpoint_policies.save_only_these_names('attention')"
         )
     return getattr(jax.checkpoint_policies, policy)
 

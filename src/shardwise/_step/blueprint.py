@@ -17,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import user_traceback
 from .._check import LayoutError, check, matched
-from .._jax import show_value
+from .._jax import (
+    Chosen,
+    choosing,
+    in_host_memory,
+    is_in_host_memory,
+    known_names,
+    on_device,
+    on_host,
+    show_value,
+)
 from .._layout import Layout, require_layout
 from .._mesh import AnyMesh, chips_of, make_spec, padded
 from .._nnx import AbstractModel, Recipe, abstract_model, keyed_leaves, remat_policy, show_path
@@ -55,13 +64,16 @@ class Blueprint:
     @functools.cached_property
     def shardings(self) -> TrainState:
         """A sharding for each array of the state."""
-        model = _by_path(self.layout)
-        return TrainState(
-            step=NamedSharding(self.layout.mesh, P()),
-            model=model,
-            optimizer=_by_path(self.optimizer),
-            ema={path: model[path] for path in self.trained} if self.recipe.ema is not None else {},
-        )
+        model, moments = _by_path(self.layout), _by_path(self.optimizer)
+        ema = {path: model[path] for path in self.trained} if self.recipe.ema is not None else {}
+        if "optimizer" in self.recipe.offloaded:
+            # Scalars, such as a count of steps, are not worth a transfer.
+            arrays = {leaf.path for leaf in self.optimizer.leaves if leaf.ndim}
+            moments = {k: in_host_memory(s) if k in arrays else s for k, s in moments.items()}
+        if "ema" in self.recipe.offloaded:
+            ema = {path: in_host_memory(sharding) for path, sharding in ema.items()}
+        step = NamedSharding(self.layout.mesh, P())
+        return TrainState(step=step, model=model, optimizer=moments, ema=ema)
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -128,7 +140,7 @@ class Blueprint:
         """Returns the metrics of one batch, with the model in evaluation mode; pure, to be jitted."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
             # The average is what one would deploy, so it is what is evaluated.
-            model = {**state.model, **state.ema}
+            model = {**state.model, **jax.tree.map(on_device, state.ema)}
             loss, (metrics, _) = self._loss({}, model, batch, state.step, train=False)
         return {"loss": loss, **metrics}
 
@@ -137,7 +149,8 @@ class Blueprint:
         recipe = self.recipe
         trained = {path: state.model[path] for path in self.trained}
         rest = {path: x for path, x in state.model.items() if path not in trained}
-        loss, metrics, rest, grads = self._gradients(trained, rest, batch, state.step)
+        with known_names():
+            loss, metrics, rest, grads = self._gradients(trained, rest, batch, state.step)
         if recipe.clip is not None:
             # Not `optax.clip_by_global_norm`: it reports no norm, and sums the squares in the dtype
             # of the gradients, where four float16 of 1e4 have the norm inf, and bfloat16 loses
@@ -152,7 +165,7 @@ class Blueprint:
                 )
             metrics = {"grad_norm": norm, **metrics}
         parameters = self.as_parameters(trained)
-        moments = [state.optimizer[leaf.path] for leaf in self.optimizer.leaves]
+        moments = [on_device(state.optimizer[leaf.path]) for leaf in self.optimizer.leaves]
         update = optax.with_extra_args_support(recipe.optimizer).update
         updates, after = update(
             self.as_parameters(grads),
@@ -167,11 +180,19 @@ class Blueprint:
         trained = dict(zip(self.trained, fresh, strict=True))
         ema: Any = state.ema
         if recipe.ema is not None:
+            ema = jax.tree.map(on_device, ema)
             newest = {path: trained[path] for path in ema}
             # A number of Python's own: one of NumPy's would make bfloat16 float32.
             ema = optax.incremental_update(newest, ema, 1.0 - float(recipe.ema))
         model = {path: trained.get(path, rest.get(path)) for path in state.model}
-        done = TrainState(state.step + 1, model, self.flat_optimizer(after), ema)
+        parts = {"optimizer": self.flat_optimizer(after), "ema": ema}
+        for part in recipe.offloaded:
+            planned = getattr(self.shardings, part)
+            parts[part] = {
+                path: on_host(x) if is_in_host_memory(planned[path]) else x
+                for path, x in parts[part].items()
+            }
+        done = TrainState(state.step + 1, model, parts["optimizer"], parts["ema"])
         return done, {"loss": loss, **metrics}
 
     def _value(self, parameters: Any, rest: Arrays, batch: Any, step: Any) -> Any:
@@ -230,7 +251,14 @@ class Blueprint:
             if isinstance(recipe.remat, Mapping) and train:
                 remat_modules(model, recipe.remat)
             scope_modules(model)
-            out = recipe.loss(model, batch, *[nnx.Rngs(key) for key in keys])
+            chosen = Chosen(recipe.loss_chunks)
+            with choosing(chosen) if recipe.loss_chunks > 1 else contextlib.nullcontext():
+                out = recipe.loss(model, batch, *[nnx.Rngs(key) for key in keys])
+            if recipe.loss_chunks > 1 and not chosen.used:
+                raise ValueError(
+                    f"loss_chunks={recipe.loss_chunks} has no effect, because the recipe's loss makes "
+                    f"its own logits: compute it with sw.head_loss(hidden, kernel, targets)"
+                )
             if not isinstance(out, tuple):
                 out = (out, {})
             _require_scalar(*out)

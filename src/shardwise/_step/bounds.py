@@ -16,7 +16,7 @@ import jax
 from .._jax import call_jaxpr, is_literal, opened, scan_parts
 
 # Both move values without changing them; those of the first also keep their positions.
-_SAME_PLACE = {"convert_element_type", "copy", "copy_p", "sharding_constraint"}
+_SAME_PLACE = {"convert_element_type", "copy", "copy_p", "name", "sharding_constraint"}
 _MOVED = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "rev"}
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import public
 from .._checkpoint import words_of
+from .._jax import on_device
 from .._mesh import spec_axes
 from .._place import own_mesh
 from .._processes import odd_ones
@@ -48,7 +49,8 @@ class Replicas:
         self._mesh = state.step.sharding.mesh
         self._specs = tuple(sharding.spec for sharding in shardings)
         self._unused = [_unused(spec, self._mesh) for spec in self._specs]
-        self._differ = jax.jit(self._on_mesh(self._compare, P()))
+        compare = self._on_mesh(self._compare, P())
+        self._differ = jax.jit(lambda *arrays: compare(*map(on_device, arrays)))
 
     def check(self, state: TrainState, step: int) -> None:
         """Waits for the devices, and compares the replicas.
@@ -102,7 +104,8 @@ class Replicas:
             out_specs=every,
             check_vma=False,
         )
-        hashes = jax.jit(each, out_shardings=NamedSharding(self._mesh, P()))(array)
+        hashed = jax.jit(lambda x: each(on_device(x)), out_shardings=NamedSharding(self._mesh, P()))
+        hashes = hashed(array)
         by_device = dict(zip(self._mesh.devices.flat, np.asarray(hashes).tolist(), strict=True))
         places: dict[str, list[Any]] = {}
         for device, part in array.sharding.devices_indices_map(array.shape).items():

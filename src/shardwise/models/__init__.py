@@ -10,11 +10,12 @@ from ._published import CONFIGS as CONFIGS
 if TYPE_CHECKING:
     from ._decoder import Decoder as Decoder
     from ._decoder import next_token_loss as next_token_loss
+    from ._loss import head_loss as head_loss
 
 
 def __getattr__(name: str) -> Any:
     # The configs load without Flax, so that shell completion of their names is fast.
-    if name not in ("Decoder", "next_token_loss"):
+    if name not in ("Decoder", "head_loss", "next_token_loss"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import _decoder
 

@@ -7,6 +7,8 @@ import dataclasses
 from .._base import public
 
 ACTIVATIONS = ("silu", "gelu")
+# What a block gives names to; those of products are the names of their kernels.
+ACTIVATION_NAMES = ("input", "q", "k", "v", "context", "out", "up", "down")
 
 
 @public
@@ -43,7 +45,10 @@ class Config:
         scan: whether the blocks are stacked and scanned, so that 100 layers compile as fast as
             one. Unrolled blocks run faster on a GPU.
         remat: what the backward pass of each block recomputes: the name of a policy in
-            `jax.checkpoint_policies`, such as `"nothing_saveable"`.
+            `jax.checkpoint_policies`, such as `"nothing_saveable"`; or the activations that are
+            saved, or offloaded to the host's memory, such as `"save:q,k,v+offload:input"`. Their
+            names are `input` (the residual stream), `q`, `k`, `v`, `context` (what attention
+            returns), `out`, `up` and `down` (the products with these kernels).
 
     Example:
         >>> from shardwise import models
@@ -112,8 +117,21 @@ class Config:
         if self.remat is not None:
             import jax  # only here: the configs load without JAX
 
-            if not callable(getattr(jax.checkpoint_policies, self.remat, None)):
+            if ":" in self.remat:
+                self._require_names(self.remat)
+            elif not callable(getattr(jax.checkpoint_policies, self.remat, None)):
                 raise ValueError(f"remat {self.remat!r} is not a policy in jax.checkpoint_policies")
+
+    def _require_names(self, remat: str) -> None:
+        from .._jax import parse_saving
+
+        known = [name for name in ACTIVATION_NAMES if self.experts is None or name != "up"]
+        unknown = [name for name in parse_saving(remat).names if name not in known]
+        if unknown:
+            raise ValueError(
+                f"remat {remat!r} names {', '.join(unknown)}: the activations of a block are "
+                f"{', '.join(known)}"
+            )
 
     @property
     def head_depth(self) -> int:

@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from .._base import public
+from .._jax import chosen_chunks, is_saving, parse_saving
 from ._config import Config
 from ._experts import Experts
-from ._kernels import look_up, mean_nll
+from ._kernels import look_up
 from ._layers import Attention, Norm, gated, into
+from ._loss import head_loss, mean_nll
 from ._names import constrain, gather, named
 
 # The leading dim of a stack has a name too.
@@ -41,9 +44,10 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the residual stream after this block."""
+        x = checkpoint_name(x, "input")
         mixed = self.attention(self.norm1(x))
         x = x + (mixed if self.post1 is None else self.post1(mixed))
-        fed = self.feed(self.norm2(x))
+        fed = checkpoint_name(self.feed(self.norm2(x)), "down")
         x = x + (fed if self.post2 is None else self.post2(fed))
         return constrain(x, "batch", "length", "embed")
 
@@ -52,7 +56,8 @@ class Block(nnx.Module):
         if self.experts is not None:
             return self.experts(x)
         both = jnp.einsum("bld,dgf->blgf", x, self.up[...])
-        hidden = gated(constrain(both, "batch", "length", None, "mlp"), self.activation)
+        both = checkpoint_name(constrain(both, "batch", "length", None, "mlp"), "up")
+        hidden = gated(both, self.activation)
         return hidden @ self.down[...]
 
 
@@ -100,6 +105,16 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits for every position."""
+        logits = self.features(tokens) @ self.head_kernel
+        return constrain(logits, "batch", "length", "vocab")
+
+    @property
+    def head_kernel(self) -> jax.Array:
+        """The kernel that makes logits of features, `[width, vocab]`."""
+        return self.embed[...].T if self.head is None else self.head[...]
+
+    def features(self, tokens: jax.Array) -> jax.Array:
+        """Returns what the head makes logits of: the last, normalised hidden states."""
         table = self.embed[...]
         x = look_up(gather(table, None, "embed"), tokens)
         # Constrained here: a lookup in a split table would otherwise lose the split of the batch.
@@ -109,8 +124,7 @@ class Decoder(nnx.Module):
             x = _scan(self.blocks, x, self.remat)
         for block in self.rest if self.scan else self.blocks:
             x = _run(block, x, self.remat)
-        logits = self.norm(x) @ (table.T if self.head is None else self.head[...])
-        return constrain(logits, "batch", "length", "vocab")
+        return self.norm(x)
 
 
 def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False) -> jax.Array:
@@ -118,7 +132,8 @@ def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False)
     if remat is None:
         return block(x)
     graphdef, state = nnx.split(block)
-    policy = getattr(jax.checkpoint_policies, remat)
+    saving = parse_saving(remat) if is_saving(remat) else None
+    policy = saving.policy() if saving else getattr(jax.checkpoint_policies, remat)
 
     # JAX's remat rather than Flax's, which in a loop hands copies of weights to the backward pass.
     @functools.partial(jax.checkpoint, policy=policy, prevent_cse=not looped)
@@ -141,8 +156,14 @@ def _scan(stack: nnx.List[Block], x: jax.Array, remat: str | None) -> jax.Array:
 
 
 @public
-def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
+def next_token_loss(model: Decoder, tokens: jax.Array, *, chunks: int | None = None) -> jax.Array:
     """Returns the mean cross-entropy of each next token.
+
+    Args:
+        model: a decoder, or any function from tokens to logits.
+        tokens: `[batch, length]`, integers.
+        chunks: in how many chunks a decoder's loss is computed with its head, see `sw.head_loss`; a
+            recipe's `loss_chunks` if None.
 
     Example:
         >>> import jax.numpy as jnp
@@ -157,4 +178,11 @@ def next_token_loss(model: Decoder, tokens: jax.Array) -> jax.Array:
     # position has no next token and does not count.
     targets = jnp.roll(tokens, -1, axis=1)
     counts = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < tokens.shape[1] - 1, tokens.shape)
+    if isinstance(model, Decoder):
+        chunks = chosen_chunks() if chunks is None else chunks
+        if chunks != 1:
+            hidden, kernel = model.features(tokens), model.head_kernel
+            return head_loss(hidden, kernel, targets, weights=counts, chunks=chunks)
+    elif chunks is not None:
+        raise ValueError(f"chunks= needs a Decoder, got {type(model).__name__}: use sw.head_loss")
     return mean_nll(model(tokens), targets, counts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ._splash import splash_fits, split_splash
 
@@ -50,7 +51,11 @@ def causal_attention(
         cudnn = functools.partial(attend, implementation="cudnn")
         if _traces(cudnn, q, k, v):
             return cudnn(q, k, v)
-    plain = functools.partial(attend, implementation="xla")
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        # Kernels name what they return, with what else the backward pass needs of it: see `Saving`.
+        return checkpoint_name(attend(q, k, v, implementation="xla"), "context")
+
     if not platform and not jax.sharding.get_abstract_mesh().empty:
         # Only for planning: like the kernels of real devices, this does not keep the scores.
         return jax.checkpoint(plain)(q, k, v)
@@ -114,22 +119,3 @@ def _look_up_backward(rows: int, tokens: jax.Array, gradient: jax.Array) -> Any:
 
 
 _look_up.defvjp(_looked_up, _look_up_backward)
-
-
-def mean_nll(logits: jax.Array, targets: jax.Array, counts: jax.Array) -> jax.Array:
-    """Returns the mean negative log-likelihood of `targets`, in float32.
-
-    The logits keep their dtype: a product that returns float32 would make the products of the
-    backward pass float32 too.
-
-    Args:
-        logits: `[batch, length, vocabulary]`.
-        targets: `[batch, length]`, integers.
-        counts: `[batch, length]`, whether each position counts.
-    """
-    wide = logits.astype(jnp.float32)
-    # A comparison, not a gather: it fuses, and splits over a sharded vocabulary.
-    places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
-    picked = jnp.sum(jnp.where(places == targets[..., None], wide, 0), axis=-1)
-    losses = jax.nn.logsumexp(wide, axis=-1) - picked
-    return jnp.sum(jnp.where(counts, losses, 0)) / jnp.maximum(counts.sum(), 1)

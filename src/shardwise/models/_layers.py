@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from ._config import Config
 from ._kernels import causal_attention
@@ -58,9 +59,10 @@ class Attention(nnx.Module):
         q, k = (rotate(y, self.theta, self.stretch) for y in (q, k))
         q = constrain(q, "batch", "length", "heads", "depth")
         k, v = (constrain(y, "batch", "length", "kv_heads", "depth") for y in (k, v))
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
         mixed = causal_attention(q, k, v, scale=self.scale, window=self.window)
         mixed = constrain(mixed, "batch", "length", "heads", "depth")
-        return jnp.einsum("blnh,nhd->bld", mixed, self.out[...])
+        return checkpoint_name(jnp.einsum("blnh,nhd->bld", mixed, self.out[...]), "out")
 
 
 def rotate(x: jax.Array, theta: float, stretch: float = 1.0) -> jax.Array:

@@ -64,6 +64,7 @@ def splash(
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
+        residual_checkpoint_name="context",
         interpret=interpret,
     )
     scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)

@@ -207,6 +207,7 @@ def _plan_json(plan: Plan, compile: bool) -> dict[str, Any]:
         "bytes_per_device": layout.bytes_per_device,
         "optimizer_bytes_per_device": plan.optimizer_bytes,
         "batch_bytes_per_device": plan.batch_bytes,
+        "host_bytes_per_device": plan.host_bytes,
         "leaves": [leaf.to_dict() for leaf in layout.leaves],
         "findings": [finding.to_dict() for finding in plan.findings],
     }

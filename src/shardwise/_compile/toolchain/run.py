@@ -33,6 +33,7 @@ from .worker import (
     alive_at_peak,
     arranged,
     compiled,
+    dumped_program,
     hlo_text,
     memory_stats,
     status_of,
@@ -62,7 +63,8 @@ class Program:
     """The result of a compiler.
 
     Attributes:
-        hlo: the optimised HLO, or empty if the compiler returned none.
+        hlo: the optimised HLO, or empty if the compiler returned none; of a rejected program, what
+            the compiler had dumped.
         stats: its memory statistics by name, in bytes.
         refused: why the compiler rejected it, in its own words, or empty.
         noise: what the compiler printed.
@@ -97,7 +99,7 @@ def compile_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Progra
 
 
 def _compiled_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Program:
-    start, refused, done = time.monotonic(), "", None
+    start, refused, hlo, done = time.monotonic(), "", "", None
     module = module_bytes(lowered.compiler_ir("stablehlo"))
     with compiler_noise() as noise, tempfile.TemporaryDirectory(prefix="shardwise-") as folder:
         dump = Path(folder, "dump")
@@ -106,10 +108,10 @@ def _compiled_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Prog
         except jax.errors.JaxRuntimeError as error:
             if status_of(error) != "RESOURCE_EXHAUSTED":
                 raise CompileError(f"the compiler rejected the step: {_first(error)}") from error
-            refused = str(error)
+            refused, hlo = str(error), dumped_program(dump)
         alive = alive_at_peak(dump)
     if done is None:
-        return Program("", {}, refused, noise(), time.monotonic() - start)
+        return Program(hlo, {}, refused, noise(), time.monotonic() - start, alive)
     stats = memory_stats(done)
     return Program(hlo_text(done), stats, "", noise(), time.monotonic() - start, alive)
 

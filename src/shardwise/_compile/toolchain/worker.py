@@ -79,7 +79,10 @@ def _result(request: dict[str, Any], folder: str) -> dict[str, Any]:
     except Missing:
         raise
     except Exception as error:
-        return {"error": str(error), "status": status_of(error)}
+        program = dumped_program(dump)
+        if program:
+            Path(folder, "hlo.txt").write_text(program)
+        return {"error": str(error), "status": status_of(error), "alive": alive_at_peak(dump)}
     Path(folder, "hlo.txt").write_text(hlo_text(done))
     return {"memory": memory_stats(done), "alive": alive_at_peak(dump)}
 
@@ -110,6 +113,18 @@ def hlo_text(executable: Any) -> str:
 def with_dump(options: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the options, extended so that the compiler also dumps its buffer assignment."""
     return {"xla_dump_to": str(folder), **options}
+
+
+def dumped_program(folder: Path) -> str:
+    """Returns the optimised program of a dump, or nothing if the compiler did not come that far.
+
+    The TPU compiler dumps it, with its buffers, before it rejects it for its memory.
+    """
+    try:
+        (path,) = folder.glob("*.after_optimizations.txt")
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
 
 
 def alive_at_peak(folder: Path) -> list[tuple[str, str, int]] | None:

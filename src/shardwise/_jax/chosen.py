@@ -1,0 +1,44 @@
+"""What a recipe chooses for the code that it traces, read where that code knows no recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+# Compared by identity: JAX's caches then hold what was traced with one of them apart from the rest,
+# and a jitted function of the user's reads its choices each time that a step is traced.
+@dataclasses.dataclass(slots=True, eq=False)
+class Chosen:
+    """One recipe's choices while its step is traced, and whether they were read.
+
+    Attributes:
+        loss_chunks: in how many chunks `sw.head_loss` computes a loss.
+        used: whether a loss was computed with it.
+    """
+
+    loss_chunks: int
+    used: bool = False
+
+
+_chosen: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def choosing(chosen: Chosen) -> Iterator[None]:
+    """Makes these the choices of what is traced inside."""
+    with _chosen(chosen):
+        yield
+
+
+def chosen_chunks() -> int:
+    """Returns the chunks that the recipe being traced asks for; 1 without one."""
+    chosen = _chosen.value
+    if chosen is None:
+        return 1
+    chosen.used = True
+    return chosen.loss_chunks
