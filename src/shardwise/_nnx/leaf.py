@@ -105,7 +105,8 @@ class Leaf:
     @property
     def faults(self) -> list[Fault]:
         """Why the spec cannot be applied to this shape on this mesh; empty if it can."""
-        return faults(self.shape, self.spec, self.sizes, self.annotation_names)
+        names, stacked = self.annotation_names, self.stacked
+        return faults(self.shape, self.spec, self.sizes, names, stacked=stacked)
 
     @property
     def annotation_names(self) -> frozenset[str]:

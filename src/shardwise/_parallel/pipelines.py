@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from .._base import public
 from .._mesh import STAGES, AnyMesh
 from .._nnx import dotted
+from .._simulate import is_traced
 from .blocks import depth_of, fold, stack_state, through
 from .manual import find_mesh, in_body, run_manual, vary
 from .stages import choose_microbatches, find_place, require_rows, rule_axes, run_stages
@@ -146,7 +147,7 @@ class Pipeline:
             # Trailing dims may be split over other axes, which this body does not see.
             spec = P(None, axis) if self._is_circular else P(axis)
             run = run_manual(
-                lambda *args: self._run(*args, axis),
+                lambda state, batch, extras: self._run(state, batch, extras, axis),
                 mesh=found,
                 is_set=self.mesh is None,
                 axis=axis,
@@ -157,12 +158,20 @@ class Pipeline:
         require_rows(batch, timetable.microbatches, place)
 
         def everywhere(state: Any, batch: Any, extras: tuple[Any, ...]) -> Any:
-            kept = self.module is not None
-            return run_stages(self.graphdef, state, batch, extras, place, timetable, kept)
+            return run_stages(
+                self.graphdef,
+                state,
+                batch,
+                extras,
+                place,
+                timetable,
+                is_folded=self._is_folded,
+                counts_are_kept=self.module is not None,
+            )
 
-        state = self._as_run() if self._is_circular else fold(self.state, 1)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, batch)))
-        out, counts = (everywhere if is_traced else jax.jit(everywhere))(state, batch, extras)
+        # Outside of a trace each operation would be compiled on its own.
+        in_trace = any(map(is_traced, jax.tree.leaves((self.state, batch))))
+        out, counts = (everywhere if in_trace else jax.jit(everywhere))(self.state, batch, extras)
         self._count(counts)
         return out
 
@@ -219,6 +228,11 @@ class Pipeline:
     def _is_circular(self) -> bool:
         return self.schedule == "circular"
 
+    @property
+    def _is_folded(self) -> bool:
+        """Whether the stack has two leading dims, rounds and layers per round."""
+        return self._is_circular and self.rounds is None
+
     def _as_run(self) -> Any:
         """Returns the stack's state with the leading dims that the schedule needs."""
         return self.state if self.rounds is None else fold(self.state, self.rounds)
@@ -232,7 +246,7 @@ class Pipeline:
     def _unsplit(self, batch: Any, extras: tuple[Any, ...]) -> Any:
         """Returns the output of the plain stack."""
         state = self.state
-        if self._is_circular and self.rounds is None:
+        if self._is_folded:
             state = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state)
         depth_of(state, 1)
         kept = self.module is not None

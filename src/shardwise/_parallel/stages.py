@@ -121,23 +121,26 @@ def run_stages(
     extras: tuple[Any, ...],
     place: Place,
     timetable: Timetable,
+    *,
+    is_folded: bool,
     counts_are_kept: bool,
 ) -> tuple[Any, Any]:
     """Returns the output of a stack for a batch, and the stack's random counts after it.
 
     Args:
         graphdef: the structure of one block.
-        state: the arrays of the stack, with leading dims of rounds and layers per round.
+        state: the arrays of the stack.
         batch: the input of the first block.
         extras: further arguments of every block.
         place: where it runs.
         timetable: the schedule.
+        is_folded: whether the stack has two leading dims, rounds and layers per round.
         counts_are_kept: whether the caller keeps the random counts.
     """
     stages, rounds = timetable.stages, timetable.rounds
     slots = -(-timetable.microbatches // stages)
     items = timetable.microbatches * rounds
-    weights = jax.tree.map(lambda x: _to_stages(x, place), state)
+    weights = jax.tree.map(lambda x: to_stages(x, place, rounds, is_folded=is_folded), state)
     counts = nnx.filter_state(weights, nnx.RngCount)
     has_keys = bool(jax.tree.leaves(nnx.filter_state(weights, nnx.RngKey)))
     number = jnp.arange(stages, dtype="int32")
@@ -198,17 +201,59 @@ def run_stages(
     joined = jax.tree.map(
         lambda x, old: _join(x, old.shape, place, timetable.microbatches), outputs, batch
     )
-    return joined, jax.tree.map(_from_stages, counts)
+    return joined, jax.tree.map(from_stages, counts)
 
 
-def _to_stages(x: Any, place: Place) -> Any:
-    """Returns `[rounds, layers per round, …]` as `[stages, rounds, layers of a stage, …]`."""
-    rounds, layers = x.shape[:2]
-    split = x.reshape(rounds, place.stages, layers // place.stages, *x.shape[2:])
-    return jnp.moveaxis(place.pin(split, None, place.axis, None), 1, 0)
+def to_stages(x: Any, place: Place, rounds: int, *, is_folded: bool) -> Any:
+    """Returns a stack as `[stages, rounds, layers of a run, …]`, the first dim split over the axis.
+
+    Args:
+        x: `[layers, …]`, in order; or `[rounds, layers per round, …]`.
+        place: where the pipeline runs.
+        rounds: the number of rounds.
+        is_folded: whether the stack has the second form, of which every stage has its own part.
+    """
+    stages = place.stages
+    if is_folded:
+        split = x.reshape(rounds, stages, x.shape[1] // stages, *x.shape[2:])
+        return jnp.moveaxis(place.pin(split, None, place.axis, None), 1, 0)
+    x = place.pin(
+        x.reshape(stages, rounds, x.shape[0] // stages // rounds, *x.shape[1:]), place.axis
+    )
+    return x if rounds == 1 else place.pin(_exchange(x, stages, rounds), place.axis)
 
 
-def _from_stages(x: Any) -> Any:
+def _exchange(x: Any, stages: int, rounds: int) -> Any:
+    """Returns runs of layers on the stages that run them, from those that store them in order.
+
+    Stored in order, run `n` is on stage `n // rounds`; stage `n % stages` runs it. The runs that
+    move by as many stages go together, so that each of them is one shift: left to itself, the
+    compiler would gather the whole stack on every device.
+    """
+    pool, at = [], {}
+    for by in range(stages):
+        moves = [
+            [n for n in range(s * rounds, (s + 1) * rounds) if n % stages == (s + by) % stages]
+            for s in range(stages)
+        ]
+        most = max(map(len, moves))
+        if not most:
+            continue
+        start = sum(part.shape[1] for part in pool)
+        at |= {n: start + i for runs in moves for i, n in enumerate(runs)}
+        taken = [[n % rounds for n in runs] + [0] * (most - len(runs)) for runs in moves]
+        pool.append(jnp.roll(_pick(x, taken), by, 0))
+    own = [[at[r * stages + s] for r in range(rounds)] for s in range(stages)]
+    return _pick(jnp.concatenate(pool, axis=1), own)
+
+
+def _pick(x: Any, rows: list[list[int]]) -> Any:
+    """Returns the rows of each stage that are listed for it."""
+    return jax.vmap(lambda part, which: jnp.take(part, which, axis=0))(x, jnp.asarray(rows))
+
+
+def from_stages(x: Any) -> Any:
+    """Returns `[rounds, layers per round, …]` from what `to_stages` returned."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
