@@ -25,6 +25,7 @@ from ._layout import fsdp as fsdp
 from ._layout import layout as layout
 from ._layout import load_layout as load_layout
 from ._layout import replicate as replicate
+from ._layout import stages as stages
 from ._layout import tensor as tensor
 from ._mesh import mesh as mesh
 from ._nnx import Leaf as Leaf

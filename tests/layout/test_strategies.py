@@ -93,7 +93,7 @@ NO_OPINION = {
 FORM = "give a dict of path patterns, a function of a leaf, a strategy such as sw.fsdp('data') or its name, or a list of these"
 STEPS = "is not a path pattern: separate steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
 SPEC = "a rule gives a PartitionSpec, or None for no opinion"
-KNOWN = "use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"
+KNOWN = "use 'dp', 'fsdp', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor'"
 TO = "is not an axis: give an axis name, a tuple of them, or None"
 REFUSED = {
     "model": (lambda: lay(3), "the model is 3, an int: give an nnx.Module, or a function of no arguments that returns one"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from jax.sharding import PartitionSpec as P
 
@@ -11,6 +11,7 @@ from .._layout import Layout, fold_paths, require_layout
 from .._mesh import (
     DATA_AXES,
     Axes,
+    Fault,
     faults,
     make_spec,
     padded,
@@ -55,7 +56,7 @@ def check(
 def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Iterator[Finding]:
     mesh = show_mesh(layout.mesh)
     replication = Replication(layout, replicated_bytes, allowed_paths(allow, "SW105"))
-    unresolved = _unresolved(layout, allowed_paths(allow, "SW109"))
+    shared = _shared(layout, allow)
     siblings: dict[tuple, dict[str, Leaf]] = {}
     places: dict[str, str | None] | None = None
     for leaf in layout.leaves:
@@ -64,14 +65,17 @@ def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Ite
         if any(fault.code == "SW109" for fault in found):
             # A name maps to the same axis in every leaf, so the suggestion must suit all of them.
             places = _places(layout) if places is None else places
-            found = faults(leaf.shape, leaf.spec, leaf.sizes, leaf.annotation_names, places)
+            names = leaf.annotation_names
+            found = faults(leaf.shape, leaf.spec, leaf.sizes, names, places, leaf.stacked)
         for fault in found:
-            leaves = unresolved.get((fault.name, leaf.path), [leaf])
+            key = (fault.name or fault.message, leaf.path)
+            leaves = shared.get(key, [leaf])
             if not leaves:
                 continue
             message = fault.message
             if len(leaves) > 1:
-                message += f": it is used by {len(leaves)} leaves, {_first_paths(leaves)}"
+                what = "it is used by" if fault.name else "it is the dim of"
+                message += f": {what} {len(leaves)} leaves, {_first_paths(leaves)}"
             yield make_finding(fault.code, leaf.path, message, fault.help, context)
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
@@ -105,24 +109,31 @@ def _unrefined(leaf: Leaf) -> P:
     return specs[-1] if specs else P()
 
 
-def _unresolved(
-    layout: Layout, allowed: Callable[[str], bool]
-) -> dict[tuple[str, str], list[Leaf]]:
-    """Returns, by name and path of its first leaf, all leaves with a name that does not resolve.
+def _shared(layout: Layout, allow: Allow | None) -> dict[tuple[str, str], list[Leaf]]:
+    """Returns, by fault and path of its first leaf, all leaves with a fault that has one remedy.
 
-    One mapping resolves a name everywhere, so these leaves are one finding; the others of them have
-    an empty list. Allowed leaves are not included.
+    One mapping resolves a name everywhere, and the depth of a stack is that of all its leaves: these
+    leaves are one finding, and the others of them have an empty list. Allowed leaves are not
+    included.
     """
+    allowed = {code: allowed_paths(allow, code) for code in ("SW104", "SW109")}
     found: dict[str, list[Leaf]] = {}
     for leaf in layout.leaves:
-        if leaf.annotation_names and not allowed(leaf.path):
-            for name in (fault.name for fault in leaf.faults if fault.name):
-                found.setdefault(name, []).append(leaf)
+        for fault in leaf.faults if leaf.annotation_names or leaf.stacked else ():
+            one = fault.name or (fault.message if _is_of_stack(fault, leaf) else "")
+            if one and not allowed[fault.code](leaf.path):
+                found.setdefault(one, []).append(leaf)
     return {
-        (name, leaf.path): [] if number else leaves
-        for name, leaves in found.items()
+        (one, leaf.path): [] if number else leaves
+        for one, leaves in found.items()
         for number, leaf in enumerate(leaves)
     }
+
+
+def _is_of_stack(fault: Fault, leaf: Leaf) -> bool:
+    return fault.code == "SW104" and any(
+        fault.message.startswith(f"dim {dim} ") for dim in leaf.stacked
+    )
 
 
 def _first_paths(leaves: Sequence[Leaf]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from .._chips import CHIPS
 
-STRATEGIES = ("dp", "fsdp", "tensor", "fsdp+tensor")
+STRATEGIES = ("dp", "fsdp", "tensor", "pipeline", "fsdp+tensor", "fsdp+pipeline")
 POLICIES = (
     "none",
     "nothing_saveable",

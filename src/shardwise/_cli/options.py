@@ -80,7 +80,7 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="dp, fsdp, tensor, or several joined by +, such as fsdp+tensor.",
+        help="dp, fsdp, tensor, pipeline, or several joined by +, such as fsdp+tensor.",
         rich_help_panel=MODEL,
         autocompletion=complete_strategy,
     ),

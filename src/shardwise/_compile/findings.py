@@ -25,7 +25,7 @@ from .._hlo import (
     replica_groups,
     source_of,
 )
-from .._layout import Layout
+from .._layout import Layout, stage_axes
 from .._mesh import make_spec, padded, show_mesh, show_spec
 from .._step import data_axes
 from .result import Compiled
@@ -263,12 +263,15 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     """Yields collectives that only undo a mismatch between two specs."""
     gathered = {axis for leaf in facts.layout.leaves for axis in leaf.gathered}
     gathered |= set(data_axes(facts.layout))
+    stages = set(stage_axes(facts.layout.leaves))
     leaves = {leaf.path: leaf for leaf in facts.layout.leaves}
     total = sum(row.total_bytes for row in compiled.collectives)
     rows: dict[tuple[str, str, tuple[str, ...]], list[Collective]] = {}
     for row in compiled.collectives:
         if row.source.op.split("[")[0] in _ASKED_FOR or _is_halo(row, facts):
             continue
+        if row.kind == "collective-permute" and set(row.axes) <= stages:
+            continue  # stages pass microbatches on
         leaf = leaves.get(row.source.leaf)
         moved = row.kind in ("all-to-all", "collective-permute")
         # FSDP gathers the shards it stores: that is intended, not a mismatch.

@@ -20,4 +20,6 @@ from .rules import steps_text as steps_text
 from .strategies import FSDP_AXES as FSDP_AXES
 from .strategies import Named as Named
 from .strategies import fsdp as fsdp
+from .strategies import stage_axes as stage_axes
+from .strategies import stages as stages
 from .tensor_parallel import tensor as tensor

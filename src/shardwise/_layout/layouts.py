@@ -366,6 +366,7 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
         gathered=kept | opinion.gathered,
         intentional=opinion.intentional,
         left=opinion.left,
+        stacked=tuple(sorted({*leaf.stacked, *opinion.stacked})),
     )
 
 

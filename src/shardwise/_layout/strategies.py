@@ -1,4 +1,4 @@
-"""Strategies by name, and FSDP."""
+"""Strategies by name, FSDP, and the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .._jax import show_value
 from .._mesh import divisible_dims, make_spec, padded
 from .._mesh import ways as cut_ways
 from .._nnx import Leaf, Opinion
+from .flow import Flow
 from .rules import Rule, Rules, Scene, patterns, replicate, require_axes
 from .tensor_parallel import tensor
 
@@ -23,6 +24,9 @@ SMALL_BYTES = 2**20
 
 FSDP_AXES = ("fsdp", "data")
 TENSOR_AXES = ("tensor", "tp", "model")
+PIPELINE_AXES = ("pipe", "stage")
+# Where a strategy's function has another name than the strategy.
+_FUNCTIONS = {"pipeline": "stages"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -37,13 +41,8 @@ class Fsdp:
         require_axes(self.axes, scene.sizes, "fsdp")
         ways = math.prod(scene.sizes[axis] for axis in self.axes)
         flow = scene.known()  # not worth tracing a loss for
-        stacks = {leaf.path: set(leaf.stacked) for leaf in leaves}
-        if flow is not None:  # dims that a loop steps along, in any module
-            for leaf, dims in zip(leaves, flow.leaf_groups, strict=True):
-                scanned = (
-                    d for d, ids in enumerate(dims) if any(flow.groups[i].scanned for i in ids)
-                )
-                stacks[leaf.path].update(scanned)
+        scanned = {} if flow is None else scanned_dims(leaves, flow)
+        stacks = {leaf.path: {*leaf.stacked, *scanned.get(leaf.path, ())} for leaf in leaves}
         picks = {leaf.path: self._pick(leaf, ways, stacks[leaf.path]) for leaf in leaves}
         if self.min_bytes is None:
             picks |= _small(leaves, picks, ways)
@@ -160,6 +159,111 @@ def fsdp(*axes: str, min_bytes: int | None = None) -> Fsdp:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Stages:
+    """Pipeline parallelism over one axis; see `stages`."""
+
+    axis: str
+
+    def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
+        """Returns the rule: the leading dim of every stack of layers is split.
+
+        Raises:
+            ValueError: the mesh does not have the axis, or the model has no stack.
+        """
+        require_axes((self.axis,), scene.sizes, "stages")
+        stacks = {leaf.path: leaf.stacked for leaf in leaves if leaf.stacked}
+        # Only a trace knows the stacks of modules that are not Flax's own.
+        if (flow := scene.known() if stacks else scene.flow()) is not None:
+            stacks = scanned_dims(leaves, flow) or stacks
+        if not any(stacks.values()):
+            raise ValueError(
+                "stages found no stack of layers: make the blocks one module with nnx.vmap (in a "
+                "Decoder, Config(scan=True)), and run them with sw.pipeline"
+                + (
+                    f"; {either('inputs=', '--inputs')} lets a trace of the forward pass find "
+                    f"stacks in modules of your own"
+                    if flow is None
+                    else ""
+                )
+            )
+        return lambda leaf: self._pick(leaf, stacks.get(leaf.path, ()))
+
+    def _pick(self, leaf: Leaf, stacked: Sequence[int]) -> Opinion:
+        if not stacked:
+            return Opinion(None, "not in a stack of layers: every stage holds it")
+        dim = min(stacked)
+        taken = padded(leaf.spec, leaf.ndim)
+        if any(self.axis in entry for entry in taken):
+            return Opinion(None, f"an earlier rule already uses axis {self.axis!r}")
+        if taken[dim]:
+            return Opinion(None, f"an earlier rule already splits dim {dim}, its stack of layers")
+        # A stack that does not divide is split all the same: `check` reports it.
+        taken[dim] = (self.axis,)
+        reason = f"dim {dim}, a stack of {leaf.shape[dim]} layers"
+        return Opinion(make_spec(taken), reason, refines=True, stacked=(dim,))
+
+    def __str__(self) -> str:
+        """Returns it as it was written."""
+        return f"stages({self.axis!r})"
+
+
+@public
+def stages(axis: str) -> Stages:
+    """Returns the strategy that splits stacks of layers over `axis`, a stage to each device.
+
+    The leading dim of every stack (made by `nnx.vmap` or run by a loop) is split; other leaves are
+    left alone, for other rules. A model that runs its stack with `sw.pipeline` is then pipelined
+    along the axis. The batch is split over it too, so that what is not in a stack, such as the
+    embedding and the loss, is computed once and not by every stage.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.vmap(lambda rngs: nnx.Linear(64, 64, rngs=rngs))(nnx.Rngs(0).split(8))
+        >>> layout = sw.layout(make, sw.mesh("pipe=4", on="none"), sw.stages("pipe"))
+        >>> layout["kernel"].spec, layout["kernel"].shard_shape
+        (P('pipe',), (2, 64, 64))
+    """
+    if not isinstance(axis, str) or not axis:
+        raise ValueError(f"stages({axis!r}) needs the name of one axis")
+    return Stages(axis)
+
+
+def scanned_dims(leaves: Sequence[Leaf], flow: Flow) -> dict[str, tuple[int, ...]]:
+    """Returns, by path, the dims of leaves that a loop steps along."""
+    found = {}
+    for leaf, dims in zip(leaves, flow.leaf_groups, strict=True):
+        scanned = tuple(d for d, ids in enumerate(dims) if any(flow.groups[i].scanned for i in ids))
+        if scanned:
+            found[leaf.path] = scanned
+    return found
+
+
+def stage_axes(leaves: Sequence[Leaf]) -> tuple[str, ...]:
+    """Returns the axes that split stacks of layers by depth, and nothing else.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> from shardwise._layout import stage_axes
+        >>> make = lambda: nnx.vmap(lambda rngs: nnx.Linear(64, 64, rngs=rngs))(nnx.Rngs(0).split(8))
+        >>> layout = sw.layout(make, sw.mesh("data=2,pipe=4", on="none"), "fsdp+pipeline")
+        >>> layout["kernel"].spec, stage_axes(layout.leaves)
+        (P('pipe', 'data'), ('pipe',))
+    """
+    along: dict[str, None] = {}
+    across: set[str] = set()
+    for leaf in leaves:
+        first = min(leaf.stacked, default=None)
+        for dim, axes in enumerate(padded(leaf.spec, leaf.ndim)):
+            if dim == first:
+                along.update(dict.fromkeys(axes))
+            else:
+                across.update(axes)
+    return tuple(axis for axis in along if axis not in across)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Named:
     """A strategy by name, with the options that a name cannot express."""
 
@@ -195,11 +299,11 @@ def flatten_rules(rules: Rules | Named, sizes: Mapping[str, int]) -> list[tuple[
 def _named(strategy: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
     name = strategy.name
     parts = [part.strip() for part in name.split("+")]
-    known = ("dp", "fsdp", "tensor")
+    known = ("dp", "fsdp", "tensor", "pipeline")
     for part in parts:
         if part not in known:
             raise ValueError(
-                f"unknown strategy {name!r}: use 'dp', 'fsdp', 'tensor', or "
+                f"unknown strategy {name!r}: use 'dp', 'fsdp', 'tensor', 'pipeline', or "
                 f"several joined by +, such as 'fsdp+tensor'"
             )
     if len(set(parts)) != len(parts) or {"dp", "fsdp"} <= set(parts):
@@ -211,6 +315,9 @@ def _named(strategy: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
         chosen.append(("replicate", replicate()))
     if "tensor" in parts:  # before fsdp, which takes what is left
         rule = tensor(_pick_axis("tensor", TENSOR_AXES, sizes))
+        chosen.append((str(rule), rule))
+    if "pipeline" in parts:
+        rule = stages(_pick_axis("pipeline", PIPELINE_AXES, sizes))
         chosen.append((str(rule), rule))
     if "fsdp" in parts:
         rule = fsdp(_pick_axis("fsdp", FSDP_AXES, sizes), min_bytes=strategy.min_bytes)
@@ -225,5 +332,5 @@ def _pick_axis(strategy: str, wanted: tuple[str, ...], sizes: Mapping[str, int])
     raise ValueError(
         f"strategy {strategy!r} needs an axis named {' or '.join(map(repr, wanted))}, but the mesh "
         f"has {', '.join(f'{a}={s}' for a, s in sizes.items())}: rename one"
-        + either(f", or use sw.{strategy}(axis)", "")
+        + either(f", or use sw.{_FUNCTIONS.get(strategy, strategy)}(axis)", "")
     )

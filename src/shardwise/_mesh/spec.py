@@ -115,6 +115,7 @@ def faults(
     sizes: Mapping[str, int],
     names: frozenset[str] = frozenset(),
     places: Mapping[str, str | None] | None = None,
+    stacked: Sequence[int] = (),
 ) -> list[Fault]:
     """Returns every reason why JAX would reject `spec` for `shape` on a mesh of `sizes`.
 
@@ -126,6 +127,7 @@ def faults(
             unresolved name from a mistyped axis.
         places: the axis to suggest for each unresolved name, or None to replicate it; by default,
             one that suits this array.
+        stacked: dims that are stacks of layers, which no other dim can stand in for.
     """
     found: list[Fault] = []
     axes = spec_axes(spec)
@@ -196,7 +198,11 @@ def faults(
                 Fault(
                     "SW104",
                     f"dim {dim} (size {size}) cannot be split {ways} ways over {word} {over}",
-                    _divides(shape, axes, sizes, dim, sound=not found or found[0].code == "SW104"),
+                    _layers_help(size, ways, entry)
+                    if dim in stacked
+                    else _divides(
+                        shape, axes, sizes, dim, sound=not found or found[0].code == "SW104"
+                    ),
                 )
             )
     return found
@@ -321,6 +327,14 @@ def _divides(
                 spec = P(*(e[0] if len(e) == 1 else (e or None) for e in entries))
                 return f"{show_spec(spec)} divides evenly"
     return f"no arrangement of these axes divides {tuple(shape)} evenly; {pad}"
+
+
+def _layers_help(layers: int, ways: int, axes: Axes) -> str:
+    """Returns help for a stack of layers that does not divide: other depths and other sizes."""
+    depths = [n for n in (layers // ways * ways, (layers // ways + 1) * ways) if n]
+    sizes = [n for n in range(2, min(layers, 2 * ways) + 1) if layers % n == 0]
+    smaller = f", or {'x'.join(axes)} of size {' or '.join(map(str, sizes))}" if sizes else ""
+    return f"it is a stack of layers: use {' or '.join(map(str, depths))} of them{smaller}"
 
 
 def closest_axis(axis: str, axes: Iterable[str]) -> str:

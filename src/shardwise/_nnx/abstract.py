@@ -20,6 +20,9 @@ from .paths import Keys, arrays_of, child_of, keyed_leaves, show_path, variables
 
 Model = Callable[[], nnx.Module] | nnx.Module
 
+# Flax's documentation and MaxText name the dim of stacked layers so (nnx.PARTITION_NAME).
+STACK_NAME = "layers"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AbstractModel:
@@ -90,6 +93,9 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
         expected = _unstacked_shape(owner, keys[-1]) if keys else None
         for inner, array in arrays_of(variable):
             all_keys = keys + inner
+            names = (_annotation(variable) if is_variable and not inner else None) or (
+                model.typed.get(all_keys)
+            )
             found.append(
                 Leaf(
                     path=show_path(all_keys),
@@ -98,9 +104,8 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
                     dtype=array.dtype,
                     kind=type(variable).__name__ if is_variable else "Array",
                     sizes=sizes,
-                    names=(_annotation(variable) if is_variable and not inner else None)
-                    or model.typed.get(all_keys),
-                    stacked=_extra_dims(array.shape, expected),
+                    names=names,
+                    stacked=_extra_dims(array.shape, expected) or _named_stacks(array.shape, names),
                 )
             )
     return _spread_stacks(found, known={k for k, _ in model.variables if _is_known(model, k)})
@@ -179,6 +184,13 @@ def _extra_dims(shape: tuple[int, ...], expected: tuple[int, ...] | None) -> tup
         else:
             extra.append(dim)
     return tuple(reversed(extra)) if not wanted else ()
+
+
+def _named_stacks(shape: tuple[int, ...], names: tuple[Any, ...] | None) -> tuple[int, ...]:
+    """Returns the dims that the model's own annotation calls a stack of layers."""
+    if names is None or len(names) != len(shape):
+        return ()
+    return tuple(dim for dim, name in enumerate(names) if name == STACK_NAME)
 
 
 def _spread_stacks(leaves: list[Leaf], known: set[Keys]) -> list[Leaf]:

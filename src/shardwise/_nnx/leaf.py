@@ -35,6 +35,7 @@ class Opinion:
         clashes: why this opinion is ambiguous: `(pattern, spec)` pairs that disagree.
         left: why a strategy left the leaf unsplit: it is `small` or `indivisible`; otherwise
             empty.
+        stacked: dims that the rule knows to be stacks of layers.
     """
 
     spec: P | None
@@ -45,6 +46,7 @@ class Opinion:
     gathered: frozenset[str] = frozenset()
     clashes: tuple[tuple[str, P], ...] = ()
     left: Left = ""
+    stacked: tuple[int, ...] = ()
 
 
 @public
@@ -62,7 +64,8 @@ class Leaf:
         spec: how it is split.
         reason: which rule decided the spec, and why.
         names: the entries of the model's own annotation, or None if it has none.
-        stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`).
+        stacked: dims along which layers are stacked (by `nnx.vmap` or `nnx.scan`), or that are
+            named `layers`.
         trail: every rule's opinion, in order.
         gathered: axes over which FSDP splits it, to be gathered before use.
         intentional: whether it is replicated on purpose.
@@ -102,7 +105,8 @@ class Leaf:
     @property
     def faults(self) -> list[Fault]:
         """Why the spec cannot be applied to this shape on this mesh; empty if it can."""
-        return faults(self.shape, self.spec, self.sizes, self.annotation_names)
+        names, stacked = self.annotation_names, self.stacked
+        return faults(self.shape, self.spec, self.sizes, names, stacked=stacked)
 
     @property
     def annotation_names(self) -> frozenset[str]:

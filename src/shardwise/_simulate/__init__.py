@@ -7,3 +7,4 @@ from .events import Shards as Shards
 from .events import Trace as Trace
 from .simulation import Simulation as Simulation
 from .simulation import simulate as simulate
+from .stacked import is_traced as is_traced

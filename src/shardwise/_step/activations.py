@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from .._jax import active_axis_rules
-from .._layout import Layout
-from .._mesh import Axes, dim_axes, padded
+from .._layout import Layout, stage_axes
+from .._mesh import STAGES, Axes, dim_axes, padded
 from .batch import data_axes
 
 ActivationRules = tuple[tuple[str, tuple[str, ...]], ...]
@@ -25,7 +25,8 @@ def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
 
     `batch` maps to the axes of the batch and those of `experts`. Each name on a leaf maps to the
     axes that split its dims, except axes that only shard storage (FSDP) or split the batch; a name
-    that leaves split differently has no rule.
+    that leaves split differently has no rule. `stages` maps to the axis that splits stacks of
+    layers.
 
     Args:
         layout: the layout.
@@ -49,6 +50,7 @@ def activation_rules(layout: Layout, batch: Any = None) -> ActivationRules:
     experts = split.get(_VISITED, ())
     rules = {"batch": (*data, *(axis for axis in experts if axis not in data)), "length": columns}
     rules.update((name, axes) for name, axes in split.items() if name not in rules)
+    rules[STAGES] = stage_axes(layout.leaves)
     return tuple((name, axes) for name, axes in rules.items() if axes)
 
 
@@ -59,7 +61,7 @@ def named_activations(layout: Layout, batch: Any = None) -> Iterator[None]:
     The caller's rules still apply to names that the layout does not know.
     """
     rules = dict(activation_rules(layout, batch))
-    own = {"batch", "length"}.union(*(leaf.annotation_names for leaf in layout.leaves))
+    own = {"batch", "length", STAGES}.union(*(leaf.annotation_names for leaf in layout.leaves))
     outer = [pair for pair in active_axis_rules() if pair[0] not in own]
     with nnx.logical_axis_rules((*outer, *rules.items())):
         yield

@@ -12,16 +12,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._jax import shorten, show_value
-from .._layout import Layout
+from .._layout import Layout, stage_axes
 from .._mesh import DATA_AXES, AnyMesh, Fault, faults, padded, show_mesh, show_spec
 from .._nnx import Recipe
 from .bounds import Bound
 
 
 def data_axes(layout: Layout) -> tuple[str, ...]:
-    """Returns the axes that split a batch: those with a data axis's name, and those of FSDP."""
-    gathered = frozenset[str]().union(*(leaf.gathered for leaf in layout.leaves))
-    return tuple(axis for axis in layout.mesh.shape if axis in DATA_AXES or axis in gathered)
+    """Returns the axes that split a batch: those named as data axes, of FSDP, and of stages.
+
+    Stages share a batch outside of their stack: otherwise each would compute, say, all logits.
+    """
+    split = frozenset[str]().union(*(leaf.gathered for leaf in layout.leaves))
+    split |= {*DATA_AXES, *stage_axes(layout.leaves)}
+    return tuple(axis for axis in layout.mesh.shape if axis in split)
 
 
 def batch_layout(recipe: Recipe, layout: Layout) -> Any:

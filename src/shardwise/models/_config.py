@@ -49,6 +49,11 @@ class Config:
             saved, or offloaded to the host's memory, such as `"save:q,k,v+offload:input"`. Their
             names are `input` (the residual stream), `q`, `k`, `v`, `context` (what attention
             returns), `out`, `up` and `down` (the products with these kernels).
+        microbatches: how many microbatches a pipeline splits the batch into, where the layout
+            splits the scanned blocks over an axis of stages (the strategy `"pipeline"`); by
+            default up to four for each stage.
+        rounds: how often each microbatch goes through all stages of a pipeline: above 1, the
+            schedule is the circular one. See `sw.pipeline`.
 
     Example:
         >>> from shardwise import models
@@ -81,6 +86,8 @@ class Config:
     capacity: float | None = None
     scan: bool = False
     remat: str | None = None
+    microbatches: int | None = None
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         """Rejects settings that do not make a decoder."""
@@ -113,6 +120,21 @@ class Config:
             raise ValueError(
                 f"capacity is {self.capacity} and experts is {self.experts}: capacity needs "
                 f"experts, and must be a positive multiple of an expert's even share"
+            )
+        for word in ("microbatches", "rounds"):
+            count = getattr(self, word)
+            if count is None or count == 1:
+                continue
+            if count < 1 or not self.scan:
+                raise ValueError(
+                    f"{word} is {count} and scan is {self.scan}: it must be a positive integer, and "
+                    f"needs blocks that are scanned"
+                )
+        if self.scan and self.layers // self.period % self.rounds:
+            word = "layers" if self.period == 1 else "periods of layers"
+            raise ValueError(
+                f"{self.layers // self.period} {word} cannot be folded into {self.rounds} rounds: "
+                f"use a multiple of {self.rounds}"
             )
         if self.remat is not None:
             import jax  # only here: the configs load without JAX

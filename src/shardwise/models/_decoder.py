@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._base import public
 from .._jax import chosen_chunks, is_saving, parse_saving
+from .._parallel import pipeline
 from ._config import Config
 from ._experts import Experts
 from ._kernels import look_up
@@ -67,7 +68,8 @@ class Decoder(nnx.Module):
 
     Unrolled, its blocks are `blocks.0`, `blocks.1`, …. Scanned, `blocks.0` to
     `blocks.{period - 1}` are stacks of every `period`-th block, and the blocks after the last full
-    period are in `rest`. The dims of its parameters have names (`vocab`, `embed`, `heads`,
+    period are in `rest`. Scanned blocks are pipelined if the layout splits their stacks over an
+    axis, as the strategy `"pipeline"` does. The dims of its parameters have names (`vocab`, `embed`, `heads`,
     `kv_heads`, `depth`, `mlp`, `experts`, `layers`), for `sw.layout(logical=…)`.
 
     Example:
@@ -102,6 +104,7 @@ class Decoder(nnx.Module):
         self.head = None if config.tied else named(into(rngs.params(), shape), "embed", "vocab")
         self.gain = config.width**0.5 if config.scale_embed else None
         self.remat = config.remat
+        self.microbatches, self.rounds = config.microbatches, config.rounds
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits for every position."""
@@ -121,7 +124,12 @@ class Decoder(nnx.Module):
         x = constrain(x, "batch", "length", "embed")
         x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
         if self.scan:
-            x = _scan(self.blocks, x, self.remat)
+            x = pipeline(
+                _Period(self.blocks, self.remat),
+                microbatches=self.microbatches,
+                schedule="gpipe" if self.rounds == 1 else "circular",
+                rounds=None if self.rounds == 1 else self.rounds,
+            )(x)
         for block in self.rest if self.scan else self.blocks:
             x = _run(block, x, self.remat)
         return self.norm(x)
@@ -143,16 +151,16 @@ def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False)
     return run(state, x)
 
 
-def _scan(stack: nnx.List[Block], x: jax.Array, remat: str | None) -> jax.Array:
-    """Returns `x` after all periods of a stack."""
-    graphdef, state = nnx.split(stack)
+class _Period(nnx.Module):
+    """The blocks of one period, or of all of them, stacked: what a loop or a pipeline steps along."""
 
-    def body(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
-        for block in nnx.merge(graphdef, state):
-            x = _run(block, x, remat, looped=True)
-        return x, None
+    def __init__(self, blocks: nnx.List[Block], remat: str | None):
+        self.blocks, self.remat = blocks, remat
 
-    return jax.lax.scan(body, x, state)[0]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = _run(block, x, self.remat, looped=True)
+        return x
 
 
 @public

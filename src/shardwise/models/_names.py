@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._jax import active_axis_rules
+from .._mesh import STAGES
 
 NAMES = ("vocab", "embed", "heads", "kv_heads", "depth", "mlp", "experts", "layers")
 
@@ -74,6 +75,11 @@ def gather(x: jax.Array, *names: str | None) -> jax.Array:
     left = P.UNCONSTRAINED
     spec = (left if name is None else a or None for name, a in zip(names, axes, strict=True))
     return jax.lax.with_sharding_constraint(x, P(*spec))
+
+
+def in_pipeline() -> bool:
+    """Returns whether a pipeline is being traced, whose stages `vmap` runs."""
+    return dict(active_axis_rules()).get(STAGES) == ()
 
 
 def auto_mesh() -> AbstractMesh | None:
