@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from .._chips import CHIPS
 
-STRATEGIES = ("dp", "fsdp", "tensor", "fsdp+tensor")
+STRATEGIES = ("dp", "fsdp", "tensor", "fsdp+tensor", "best")
 POLICIES = (
     "none",
     "nothing_saveable",

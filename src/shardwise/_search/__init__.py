@@ -3,3 +3,5 @@
 from .found import Candidate as Candidate
 from .found import Found as Found
 from .searching import search as search
+from .space import with_remat as with_remat
+from .strategies import rank_strategies as rank_strategies

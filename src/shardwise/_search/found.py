@@ -115,12 +115,20 @@ class Candidate:
         return "compiled" if self.compiled is not None else "modelled"
 
     @property
+    def layout_options(self) -> str:
+        """The options of the command line that ask for its layout."""
+        return f"--mesh {self.mesh} --strategy {self.strategy}"
+
+    @property
+    def step_options(self) -> str:
+        """The options that ask for its remat and accumulation, each after a space; may be empty."""
+        text = f" --remat {self.remat or 'none'}" if self.remat != "" else ""
+        return text + (f" --accumulate {self.accumulate}" if self.accumulate > 1 else "")
+
+    @property
     def command(self) -> str:
         """The options of the command line that ask for this candidate."""
-        text = f"--on {self.chips} --mesh {self.mesh} --strategy {self.strategy}"
-        if self.remat != "":
-            text += f" --remat {self.remat or 'none'}"
-        return text + (f" --accumulate {self.accumulate}" if self.accumulate > 1 else "")
+        return f"--on {self.chips} {self.layout_options}{self.step_options}"
 
     def __str__(self) -> str:
         """Returns one line."""

@@ -13,6 +13,7 @@ from ..._base import tell, working
 from ..complete import complete_devices, complete_strategy, complete_target
 from ..help_text import MODEL, OUTPUT
 from ..options import (
+    AccumulateOption,
     BatchOption,
     CompileOption,
     InputsOption,
@@ -92,6 +93,7 @@ def report(
     method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
+    accumulate: AccumulateOption = None,
     compile: CompileOption = False,
     against: Annotated[
         str | None,
@@ -157,6 +159,7 @@ def report(
             "--method": method,
             "--batch": batch,
             "--remat": remat,
+            "--accumulate": None if accumulate is None else str(accumulate),
             "--compile": "yes" if compile else None,
         },
     )
@@ -170,7 +173,10 @@ def report(
             "--against-rules": against_rules,
         },
     )
-    step = {"inputs": inputs, "method": method, "batch": batch, "remat": remat, "compile": compile}
+    step = {
+        "inputs": inputs, "method": method, "batch": batch, "remat": remat,
+        "accumulate": accumulate, "compile": compile,
+    }  # fmt: skip
     how = {
         "mesh": mesh, "on": on, "strategy": strategy, "min_bytes": min_bytes, "rules": rules,
     }  # fmt: skip
@@ -229,6 +235,7 @@ def _plan(
     method: str | None,
     batch: str | None,
     remat: str | None,
+    accumulate: int | None,
     compile: bool,
 ) -> tuple[str, Plan]:
     if target.endswith(".json"):
@@ -238,8 +245,9 @@ def _plan(
     if compile:
         require_devices(on)
     found, layout = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
-    )
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
+        min_bytes=min_bytes, accumulate=accumulate,
+    )  # fmt: skip
     least = f"min-bytes={min_bytes}" if min_bytes is not None else None
     parts = (target, mesh, strategy, least, rules, on if on != "none" else None)
     name = " ".join(part for part in parts if part)
