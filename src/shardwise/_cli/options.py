@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .._compile import Compiled, Plan
     from .._estimate import Estimate
     from .._layout import Layout
+    from .._report import Report
     from .._time import Timeline
     from .rules_file import RulesFile
 
@@ -530,7 +531,9 @@ def _is_same(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.samefile(other)
 
 
-def save_to(path: str | None, result: Layout | Compiled | Timeline, flag: str = "--save") -> None:
+def save_to(
+    path: str | None, result: Layout | Compiled | Timeline | Report, flag: str = "--save"
+) -> None:
     """Writes the file of `--save` or another option, and says so on stderr."""
     if path is None:
         return

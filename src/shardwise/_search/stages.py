@@ -334,6 +334,8 @@ class Searcher:
             if ":" not in name:
                 continue
             for chips in after(name)[:4]:
+                if any(c.chips == chips and c.fits for c in self.remedies):
+                    break  # found for smaller ones of this chip
                 devices = parse_chips(chips).device_count
                 if self.samples % devices and not self._can_split(devices):
                     break

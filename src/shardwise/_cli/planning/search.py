@@ -186,7 +186,8 @@ def search(
         save_to(save, found.best.layout)
     elif save is not None:
         typer.echo(f"{save} was not written: nothing fits", err=True)
-    save_to(report, found.report(), "--report") if report is not None else None
+    if report is not None:
+        save_to(report, found.report(), "--report")
     if format is Format.json:
         tell_json(found.to_dict())
     else:
@@ -267,6 +268,8 @@ def _dollars(name: str, cost: str) -> float:
 
 def _summary(found: Found, target: str, batch: str | None, save: str | None) -> list[str]:
     """Returns the lines below the table: the ends of the front, and how to go on."""
+    from ..._search import show_cost
+
     place = {id(candidate): i for i, candidate in enumerate(found.candidates, 1)}
     if not any(candidate.fits for candidate in found.candidates):
         if not found.remedies:
@@ -280,7 +283,7 @@ def _summary(found: Found, target: str, batch: str | None, save: str | None) -> 
     named: list[tuple[str, Any]] = [("fastest", best), ("smallest", found.smallest)]
     named += [("cheapest", found.cheapest)] if found.cheapest is not None else []
     for name, one in named:
-        cost = f", ${one.cost:.4f} per step" if one.cost is not None else ""
+        cost = f", ${show_cost(one.cost)} per step" if one.cost is not None else ""
         lines.append(
             f"{name:8}  {place[id(one)]}: {show_seconds(one.seconds)}, {show_bytes(one.peak_bytes)}"
             f"{cost}{_against(one, best)}"
