@@ -96,6 +96,11 @@ JSON = {
         1,
     ),
     "compile": (("compile", "train.py:recipe", *MESH), "compile", 0),
+    "search": (
+        ("search", "train.py:recipe", "--on", "h100:1x2", "--strategy", "fsdp", "--compile", "0"),
+        "search",
+        0,
+    ),
     "chips": (("chips",), "chips", 0),
     "models": (("models",), "models", 0),
     "doctor": (("doctor",), "doctor", 0),

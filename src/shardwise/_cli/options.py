@@ -284,7 +284,8 @@ def _lay_out(
     logical = file.logical if file is not None else None
     found = load_step(target, batch, remat, accumulate, devices=device_mesh.size)
     if lock is not None:
-        return found, lock.on(device_mesh)
+        with contained(f"making the model of {target}"):
+            return found, _matched(target, found, lock.on(device_mesh), saved)
     if is_named(target):
         # Its model takes the batch unchanged, so it can always be traced.
         shapes = shapes or (found.batch,)
@@ -296,6 +297,20 @@ def _lay_out(
             found, device_mesh, all_rules, logical=logical, inputs=shapes, method=method
         )
     return found, planned
+
+
+def _matched(target: str, found: Any, lock: Layout, saved: str | None) -> Layout:
+    """Returns a saved layout as that of the target's model."""
+    from .._check import LayoutError, matched
+    from .._nnx import Recipe, abstract_model
+
+    abstract = abstract_model(found.model if isinstance(found, Recipe) else found, lock.mesh)
+    try:
+        return matched(lock, abstract.state)
+    except LayoutError as error:
+        raise ValueError(
+            f"--layout {saved} is not a layout of {target}: {error.findings[0].concise}"
+        ) from error
 
 
 def _best(target: str, found: Any, mesh: Any, **options: Any) -> Layout:

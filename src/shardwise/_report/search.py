@@ -35,7 +35,7 @@ def _verdict(found: Found) -> dict[str, str]:
     try:
         text = str(found.best)
     except ValueError as error:  # which says that nothing fits, and what comes nearest
-        text = str(error)
+        text = str(error).removesuffix("; what would fit:")
     return {"state": "bad", "text": text}
 
 

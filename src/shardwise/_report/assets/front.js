@@ -1,6 +1,6 @@
 // Time against memory: one point for each layout, with the capacity of a device as a line.
 
-const EDGE = { left: 62, right: 16, top: 22, bottom: 40 };
+const EDGE = { left: 62, right: 16, top: 36, bottom: 40 };
 
 // A scale from values to pixels: logarithmic where they differ by much.
 function scaleOf(values, from, to) {
