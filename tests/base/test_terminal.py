@@ -424,7 +424,7 @@ def commands():
 
 
 MINE = ("plan", "check", "compile", "train", "checkpoints", "chips", "models", "doctor")
-MINE = (*MINE, "explain")
+MINE = (*MINE, "explain")  # and those of search, in tests/cli/test_search_cli.py
 
 
 def test_every_example_of_a_help_runs(run):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pages
 import pytest
 import schemas
 
@@ -188,6 +189,17 @@ def test_what_cannot_run_is_one_sentence(run, case):
     arguments, message = ERRORS[case]
     status, out, err = run(*arguments)
     assert (status, out) == (2, "") and err.startswith(f"shardwise: {message}"), err
+
+
+def test_the_examples_of_the_help_run(run):
+    """Those of small models; of the large ones, the options are read."""
+    shown = pages.help_examples(run("search", "--help")[1])
+    assert len(shown) == 4
+    for line in shown:
+        words = shlex.split(line)[1:]
+        small = "shardwise.examples.text:recipe" in words
+        status, out, err = run(*words, *(() if small else ("--on", "none")))
+        assert (status == 0 and out) if small else "--on none has no known speed" in err, line
 
 
 def test_an_interrupt_prints_what_is_known():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import signal
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -159,7 +162,7 @@ def search(
     axes = {name: _integer(name, size) for name, size in _pairs(axis, "--axis", "model=8")}
     prices = {name: _dollars(name, cost) for name, cost in _pairs(price, "--price", "v5p=4.20")}
     recipe = _recipe(target, chips, batch, remat)
-    with working(f"searching layouts of {target}"):
+    with _interruptible(), working(f"searching layouts of {target}"):
         found = search_layouts(
             recipe,
             chips,
@@ -194,6 +197,31 @@ def search(
         tell(str(found))
         tell("\n".join(_summary(found, target, batch, save)))
     raise typer.Exit(130 if found.stopped == "interrupted" else 0 if fits else 1)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """While entered, the first SIGINT ends the search, and a second one the process."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield
+        return
+    interrupted = False
+
+    def stop(number: int, frame: Any) -> None:
+        nonlocal interrupted
+        if interrupted and callable(before):
+            before(number, frame)
+        interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        # After an interrupt it stays: a thread that still has to look at the signal would end us.
+        if not interrupted:
+            signal.signal(signal.SIGINT, before)
 
 
 def _chips(given: list[str]) -> list[str]:

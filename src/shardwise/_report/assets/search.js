@@ -44,7 +44,7 @@ function showFound() {
 }
 
 function marks(candidates) {
-  const sample = (candidate) => make("svg", { viewBox: "0 0 12 12", "aria-hidden": true },
+  const sample = (candidate) => make("svg", { viewBox: "0 0 12 12", "aria-hidden": true, "aria-label": "mark" },
     make("g", { class: "point", style: "--c:var(--faint)" }, markOf(candidate, 6, 6)));
   const names = [...new Set(candidates.map((c) => c.strategy))];
   const entries = names.map((name) => make("span", {}, make("span", { class: "swatch", style: `--c:var(${colours.get(name)})` }), name));
