@@ -162,6 +162,21 @@ def test_the_best_strategy_of_a_mesh(run):
     assert json.loads(out)["estimate"]["seconds"] == seconds[name]
 
 
+def test_a_strategy_that_would_fit_is_proposed(folder):
+    from shardwise._cli.planning.compile import _propose_strategy
+    from shardwise._cli.target import load_target
+
+    recipe = load_target("tower.py:huge")
+    layout = sw.layout(recipe, sw.mesh("data=8", on="h100:1x8"))
+    told = _propose_strategy("tower.py:huge", recipe, layout)
+    fits = [n for n in ("dp", "fsdp") if sw.estimate(recipe, layout_of(recipe, n)).fits]
+    assert "fsdp" in fits and re.search(r"--strategy (\w+) would fit: about", told)[1] in fits
+
+
+def layout_of(recipe, strategy):
+    return sw.layout(recipe, sw.mesh("data=8", on="h100:1x8"), strategy)
+
+
 H100 = ("--on", "h100:1x4")
 # The arguments, and the sentence or its beginning.
 # fmt: off
