@@ -50,11 +50,11 @@ models).
 Examples:
 
 \b
-  shardwise search shardwise.examples.text:recipe --on h100:1x8 --compile 0
+  shardwise search shardwise.examples.text:recipe --on h100:1x2 --compile 0
 
 \b
-  shardwise search shardwise.examples.text:recipe --on h100:1x2 --on v5e:2x2 --compile 0 \\
-    --price h100=2.99 --price v5e=1.20 --format json
+  shardwise search shardwise.examples.text:recipe --on h100:1x2 --on v5e:1x2 \\
+    --strategy fsdp --compile 0 --price h100=2.99 --price v5e=1.20
 
 \b
   shardwise search llama3-70b --on v5p:4x8x8 --batch 256x4096 --save layout.json --report page.html
