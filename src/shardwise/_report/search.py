@@ -43,8 +43,9 @@ def _row(candidate: Candidate, found: Found | None) -> dict[str, Any]:
     """Returns what the page shows of one candidate."""
     estimate, compiled = candidate.estimate, candidate.compiled
     timed = compiled.time if compiled is not None else None
-    best = found.best if found is not None else None
-    why = found.explain(best, candidate) if found is not None and best is not candidate else ""
+    why = ""
+    if found is not None and found.best is not candidate:
+        why = found.explain(found.best, candidate)
     return {
         **candidate.to_dict(),
         "axes": candidate.mesh,

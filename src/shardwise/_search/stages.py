@@ -210,7 +210,9 @@ class Searcher:
         """Prices one choice; None if it cannot be laid out."""
         if choice not in self.known:
             self._check_time()
-            self.known[choice] = self._priced(choice)
+            found = self.known[choice] = self._priced(choice)
+            if found is not None:
+                self._tell_best(found)
         return self.known[choice]
 
     def _check_time(self) -> None:
@@ -239,16 +241,14 @@ class Searcher:
             self.note(f"{choice.mesh} {choice.strategy} was dropped: {str(error).splitlines()[0]}")
             return None
         chip = parse_chips(choice.chips).chip.name
-        found = Candidate(choice, estimate, recipe, made, price=self.prices.get(chip))
-        self._tell_best(found)
-        return found
+        return Candidate(choice, estimate, recipe, made, price=self.prices.get(chip))
 
     def _tell_best(self, found: Candidate) -> None:
-        """Says that a candidate is the best so far, if it is."""
+        """Says which candidate is the best so far."""
         self.priced += 1
         if self.leader is None or rank([self.leader, found])[0] is found:
             self.leader = found
-            self.progress(f"best of {self.priced}: {found}")
+        self.progress(f"best of {self.priced}: {self.leader}")
 
     def _refine(self, chips: str, seen: Mapping[tuple[int, int, int], Candidate]) -> None:
         """Tries remat policies, accumulation and orders of the axes on the best meshes."""

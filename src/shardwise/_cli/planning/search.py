@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import signal
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +51,7 @@ Examples:
   shardwise search shardwise.examples.text:recipe --on h100:1x2 --compile 0
 
 \b
-  shardwise search shardwise.examples.text:recipe --on h100:1x2 --on v5e:1x2 \\
+  shardwise search shardwise.examples.text:recipe --on h100:1x2 --on v5e:2x2 \\
     --strategy fsdp --compile 0 --price h100=2.99 --price v5e=1.20
 
 \b
@@ -162,7 +160,7 @@ def search(
     axes = {name: _integer(name, size) for name, size in _pairs(axis, "--axis", "model=8")}
     prices = {name: _dollars(name, cost) for name, cost in _pairs(price, "--price", "v5p=4.20")}
     recipe = _recipe(target, chips, batch, remat)
-    with _interruptible(), working(f"searching layouts of {target}"):
+    with _Progress() as progress, working(f"searching layouts of {target}"):
         found = search_layouts(
             recipe,
             chips,
@@ -175,7 +173,7 @@ def search(
             limit=limit,
             prices=prices,
             calibration=calibration,
-            progress=lambda line: typer.echo(line, err=True),
+            progress=progress,
         )
     if not found.candidates:
         if found.stopped == "interrupted":
@@ -196,32 +194,45 @@ def search(
     else:
         tell(str(found))
         tell("\n".join(_summary(found, target, batch, save)))
-    raise typer.Exit(130 if found.stopped == "interrupted" else 0 if fits else 1)
+    raise typer.Exit(130 if progress.interrupted else 0 if fits else 1)
 
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """While entered, the first SIGINT ends the search, and a second one the process."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:
-        yield
-        return
-    interrupted = False
+class _Progress:
+    """Prints each new best to stderr, and ends the search after a SIGINT; a second one ends all.
 
-    def stop(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        if interrupted and callable(before):
-            before(number, frame)
-        interrupted = True
-        raise KeyboardInterrupt
+    Between candidates, since JAX swallows an exception that is raised inside its callbacks. A
+    compiler is a process, which is waited for: that can be interrupted.
+    """
 
-    signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
+    def __init__(self) -> None:
+        self.last, self.interrupted, self.compiling = "", False, False
+        self.before: Any = signal.getsignal(signal.SIGINT)
+
+    def __call__(self, line: str) -> None:
+        self.compiling = line.startswith("compiling ")
+        best = line if self.compiling else line.partition(": ")[2]
+        if best != self.last:
+            typer.echo(line, err=True)
+        self.last = best
+        if self.interrupted:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> _Progress:
+        if self.before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._stop)
+        return self
+
+    def __exit__(self, *error: object) -> None:
         # After an interrupt it stays: a thread that still has to look at the signal would end us.
-        if not interrupted:
-            signal.signal(signal.SIGINT, before)
+        if not self.interrupted and self.before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self.before)
+
+    def _stop(self, number: int, frame: Any) -> None:
+        if self.interrupted and callable(self.before):
+            self.before(number, frame)
+        self.interrupted = True
+        if self.compiling:
+            raise KeyboardInterrupt
 
 
 def _chips(given: list[str]) -> list[str]:
