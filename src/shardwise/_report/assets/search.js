@@ -10,7 +10,7 @@ function tableOf(candidates, number, chips = false) {
   const priced = candidates.some((c) => c.cost !== null);
   const split = candidates.some((c) => c.accumulate > 1);
   const proved = candidates.some((c) => !c.fits || c.label === "compiled");
-  const status = (c) => make("span", { class: c.fits ? "" : "bad-text" }, c.fits ? c.label : "does not fit");
+  const status = (c) => make("span", { class: c.fits ? "" : "bad-text" }, c.fits ? (c.label === "compiled" ? "compiled" : "") : "does not fit");
   const columns = [
     ["", (c, i) => number(i)],
     ["mesh", (c) => c.axes],
