@@ -96,6 +96,11 @@ JSON = {
         1,
     ),
     "compile": (("compile", "train.py:recipe", *MESH), "compile", 0),
+    "search": (
+        ("search", "train.py:recipe", "--on", "h100:1x2", "--strategy", "fsdp", "--compile", "0"),
+        "search",
+        0,
+    ),
     "chips": (("chips",), "chips", 0),
     "models": (("models",), "models", 0),
     "doctor": (("doctor",), "doctor", 0),
@@ -419,7 +424,7 @@ def commands():
 
 
 MINE = ("plan", "check", "compile", "train", "checkpoints", "chips", "models", "doctor")
-MINE = (*MINE, "explain")
+MINE = (*MINE, "explain")  # and those of search, in tests/cli/test_search_cli.py
 
 
 def test_every_example_of_a_help_runs(run):

@@ -144,6 +144,8 @@ def test_what_does_not_fit_has_status_1(run, folder, on):
         r"does not fit: needs [\d.]+ [GT]iB of [\d.]+ GiB, [\d.]+ [GT]iB too much", verdict
     )
     assert "error[SW301]" in out
+    tries = f"no strategy fits on this mesh; shardwise search small.py:huge --on {on} also"
+    assert re.search(rf"^help: {tries}", out, re.M)
     status, out, err = run(*arguments, "--format", "json")
     shown = json.loads(out)
     assert (status, err) == (1, note)

@@ -28,6 +28,7 @@ def test_there_are_pages():
         "lora",
         "many_hosts",
         "report",
+        "search",
         "step_time",
         "training",
         "index",

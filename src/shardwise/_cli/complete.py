@@ -34,7 +34,7 @@ def complete_target(incomplete: str) -> list[str]:
 
 def complete_strategy(incomplete: str) -> list[str]:
     """Returns the strategies that `--strategy` knows by name."""
-    return _begin(STRATEGIES, incomplete)
+    return _begin([*STRATEGIES, "best"], incomplete)
 
 
 def complete_policy(incomplete: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import typer.core
 
 GROUPS = {
-    "Plan": ("plan", "check", "compile", "report"),
+    "Plan": ("plan", "check", "compile", "search", "report"),
     "Run": ("train", "checkpoints", "launch"),
     "Learn": ("demo", "learn"),
     "Look up": ("explain", "models", "chips", "doctor"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .._compile import Compiled, Plan
     from .._estimate import Estimate
     from .._layout import Layout
+    from .._report import Report
     from .._time import Timeline
     from .rules_file import RulesFile
 
@@ -64,6 +65,25 @@ MeshOption = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+# Of commands that also take --layout, which has a mesh.
+OwnMeshOption = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        metavar="AXES",
+        help="Axes and sizes, such as data=2,model=4. Required without --layout.",
+        rich_help_panel=MODEL,
+    ),
+]
+LayoutOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layout",
+        metavar="FILE",
+        help="A layout that plan --save or search --save wrote, instead of a mesh and a strategy.",
+        rich_help_panel=MODEL,
+    ),
+]
 OnOption = Annotated[
     str,
     typer.Option(
@@ -80,7 +100,8 @@ StrategyOption = Annotated[
     typer.Option(
         "--strategy",
         metavar="NAME",
-        help="dp, fsdp, tensor, pipeline, or several joined by +, such as fsdp+tensor.",
+        help="dp, fsdp, tensor, pipeline, or several joined by +, such as fsdp+tensor; or best, the "
+        "one with the fastest step (modelled) on these chips.",
         rich_help_panel=MODEL,
         autocompletion=complete_strategy,
     ),
@@ -119,10 +140,21 @@ RematOption = Annotated[
     typer.Option(
         "--remat",
         metavar="POLICY",
-        help="What to keep for the backward pass: the name of a policy in jax.checkpoint_policies, "
-        "or none for no rematerialisation. Published shapes default to nothing_saveable.",
+        help="What each block of the model keeps for the backward pass (or the whole loss, if it has "
+        "no list of blocks): the name of a policy in jax.checkpoint_policies, or none for no "
+        "rematerialisation. Published shapes default to nothing_saveable.",
         rich_help_panel=STEP,
         autocompletion=complete_policy,
+    ),
+]
+AccumulateOption = Annotated[
+    int | None,
+    typer.Option(
+        "--accumulate",
+        metavar="N",
+        help="Split the batch into N microbatches, whose gradients are averaged.",
+        min=1,
+        rich_help_panel=STEP,
     ),
 ]
 InputsOption = Annotated[
@@ -180,7 +212,7 @@ def _root(
 
 def lay_out(
     target: str,
-    mesh: str,
+    mesh: str | None,
     on: str,
     strategy: str | None,
     rules: str | None,
@@ -190,17 +222,31 @@ def lay_out(
     *,
     method: str | None = None,
     min_bytes: str | None = None,
+    accumulate: int | None = None,
+    saved: str | None = None,
 ) -> tuple[Any, Layout]:
     """Returns what the target names, and its layout."""
+    if saved is not None:
+        given = {
+            "--mesh": mesh, "--strategy": strategy, "--rules": rules, "--min-bytes": min_bytes,
+        }  # fmt: skip
+        extra = next((name for name, value in given.items() if value is not None), None)
+        if extra is not None:
+            raise ValueError(f"{extra} conflicts with --layout {saved}, which has its own")
+    elif mesh is None:
+        raise ValueError("Missing option '--mesh': give axes and sizes, such as data=2,model=4")
     if method is not None and inputs is None:
         raise ValueError(f"--method {method} needs --inputs, the arguments of its call")
     with working(f"laying out {target}"):
-        return _lay_out(target, mesh, on, strategy, rules, inputs, batch, remat, method, min_bytes)
+        return _lay_out(
+            target, mesh, on, strategy, rules, inputs, batch, remat, method, min_bytes, accumulate,
+            saved,
+        )  # fmt: skip
 
 
 def _lay_out(
     target: str,
-    mesh: str,
+    mesh: str | None,
     on: str,
     strategy: str | None,
     rules: str | None,
@@ -209,55 +255,84 @@ def _lay_out(
     remat: str | None,
     method: str | None,
     min_bytes: str | None,
+    accumulate: int | None,
+    saved: str | None,
 ) -> tuple[Any, Layout]:
-    import dataclasses
-
     import jax
 
-    from .._layout import layout
-    from .._nnx import Recipe
-    from .published import is_named, named_recipe, parse_batch, with_batch
+    from .._layout import layout, load_layout
+    from .._mesh import show_mesh
+    from .published import is_named, load_step
     from .rules_file import read_rules
-    from .target import contained, load_target, parse_inputs
+    from .target import contained, parse_inputs
 
     # What the user's code prints must not mix with our output.
     claim_stdout()
-    sizes = parse_batch(batch) if batch is not None else None
-    if remat is not None:
-        _require_policy(remat)
+    lock = load_layout(saved) if saved is not None else None
     # The mesh comes first: importing the target may start a backend with too few devices.
     if on != "here":
         # No accelerator is needed: without this, JAX looks for one and warns about it.
         jax.config.update("jax_platforms", "cpu")
-    device_mesh = _make_mesh(mesh, on)
+    device_mesh = _make_mesh(show_mesh(lock.mesh) if lock is not None else mesh or "", on)
     shapes = parse_inputs(inputs) if inputs is not None else None
     file = read_rules(rules) if rules is not None else None
-    all_rules = [*(file.rules if file is not None else []), *_strategy(file, strategy, min_bytes)]
+    best = strategy == "best"
+    named = _strategy(file, None if best else strategy, min_bytes)
+    if best and (named or file is not None):
+        raise ValueError("--strategy best cannot be combined with --rules: name a strategy")
+    all_rules = [*(file.rules if file is not None else []), *named]
     logical = file.logical if file is not None else None
+    found = load_step(target, batch, remat, accumulate, devices=device_mesh.size)
+    if lock is not None:
+        with contained(f"making the model of {target}"):
+            return found, _matched(target, found, lock.on(device_mesh), saved)
     if is_named(target):
-        policy = remat or "nothing_saveable"
-        found: Any = named_recipe(
-            target, sizes, None if policy == "none" else policy, devices=device_mesh.size
-        )
         # Its model takes the batch unchanged, so it can always be traced.
         shapes = shapes or (found.batch,)
-    else:
-        found = load_target(target)
-        if remat is not None:
-            if not isinstance(found, Recipe):
-                raise ValueError(f"--remat needs a recipe, and target {target!r} is not one")
-            policy = None if remat == "none" else remat
-            found = dataclasses.replace(found, remat=policy)
-        if sizes is not None:
-            if not isinstance(found, Recipe):
-                raise ValueError(f"--batch needs a recipe, and target {target!r} is not one")
-            found = with_batch(found, sizes)
     with contained(f"making the model of {target}"):
+        if best:
+            return found, _best(target, found, device_mesh, inputs=shapes, method=method)
         # A recipe without --inputs is traced through its loss.
         planned = layout(
             found, device_mesh, all_rules, logical=logical, inputs=shapes, method=method
         )
     return found, planned
+
+
+def _matched(target: str, found: Any, lock: Layout, saved: str | None) -> Layout:
+    """Returns a saved layout as that of the target's model."""
+    from .._check import LayoutError, matched
+    from .._nnx import Recipe, abstract_model
+
+    abstract = abstract_model(found.model if isinstance(found, Recipe) else found, lock.mesh)
+    try:
+        return matched(lock, abstract.state)
+    except LayoutError as error:
+        raise ValueError(
+            f"--layout {saved} is not a layout of {target}: {error.findings[0].concise}"
+        ) from error
+
+
+def _best(target: str, found: Any, mesh: Any, **options: Any) -> Layout:
+    """Returns the layout of the strategy with the fastest step, and says which it is."""
+    from .._base import show_seconds
+    from .._nnx import Recipe
+    from .._search import rank_strategies
+
+    if not isinstance(found, Recipe):
+        raise ValueError(
+            f"--strategy best needs a recipe, and target {target!r} is not one: a model alone has "
+            f"no step to time"
+        )
+    (name, layout, estimate), *others = rank_strategies(found, mesh, **options)
+    over = f", of {len(others) + 1} strategies" if others else ""
+    fits = "" if estimate.fits else "; it does not fit"
+    typer.echo(
+        f"note: the best strategy is {name}: {show_seconds(estimate.seconds)} per step "
+        f"(modelled){over}{fits}",
+        err=True,
+    )
+    return layout
 
 
 def _strategy(file: RulesFile | None, strategy: str | None, min_bytes: str | None) -> list[Any]:
@@ -298,21 +373,6 @@ def _make_mesh(mesh: str, on: str) -> Any:
         start_backends()
         return make_mesh(mesh)
     return make_mesh(mesh, on=on)
-
-
-def _require_policy(remat: str) -> None:
-    from .._jax import SAVING_FORM, is_saving, parse_saving
-    from .._nnx import policy_names
-
-    if is_saving(remat):
-        parse_saving(remat)
-        return
-    # A shell can only give the name of a policy that takes no arguments.
-    names = ["none", *policy_names()]
-    if remat not in names:
-        raise ValueError(
-            f"--remat {remat!r} is not a policy: give one of {', '.join(names)}; or {SAVING_FORM}"
-        )
 
 
 CalibrationOption = Annotated[
@@ -511,7 +571,9 @@ def _is_same(one: Path, other: Path) -> bool:
     return one.is_file() and other.is_file() and one.samefile(other)
 
 
-def save_to(path: str | None, result: Layout | Compiled | Timeline, flag: str = "--save") -> None:
+def save_to(
+    path: str | None, result: Layout | Compiled | Timeline | Report, flag: str = "--save"
+) -> None:
     """Writes the file of `--save` or another option, and says so on stderr."""
     if path is None:
         return

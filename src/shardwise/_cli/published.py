@@ -1,4 +1,4 @@
-"""Recipes for published shapes, by name: `llama3-70b` needs no file."""
+"""The steps that targets name: published shapes such as `llama3-70b`, and recipes with options."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import jax
 import optax
 from flax import nnx
 
-from .._nnx import Recipe, remat_policy
+from .._nnx import Recipe, policy_names, remat_policy
+from .._search import with_remat
 from ..models import CONFIGS, Decoder, next_token_loss
+from .target import contained, load_target
 
 _SEQUENCES, _TOKENS = 8, 2048  # without --batch
 
@@ -107,3 +109,60 @@ def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:
         return jax.ShapeDtypeStruct((*sizes, *leaf.shape[len(sizes) :]), leaf.dtype)
 
     return dataclasses.replace(recipe, batch=jax.tree.map(resized, recipe.batch))
+
+
+def load_step(
+    target: str,
+    batch: str | None,
+    remat: str | None,
+    accumulate: int | None = None,
+    *,
+    devices: int = 1,
+) -> Any:
+    """Returns what a target names, with the batch, remat and accumulation of the options.
+
+    Args:
+        target: the target.
+        batch: the leading dims of a recipe's batch.
+        remat: the name of a policy, or `none`.
+        accumulate: the number of microbatches.
+        devices: how many a published shape's batch is for, if it is not given.
+
+    Raises:
+        ValueError: an option needs a recipe, and the target is a model.
+    """
+    sizes = parse_batch(batch) if batch is not None else None
+    if remat is not None:
+        _require_policy(remat)
+    policy = None if remat == "none" else remat
+    if is_named(target):
+        kept = policy if remat is not None else "nothing_saveable"
+        found: Any = named_recipe(target, sizes, kept, devices=devices)
+    else:
+        found = load_target(target)
+        given = {"--remat": remat, "--batch": sizes, "--accumulate": accumulate}
+        needs = next((name for name, value in given.items() if value is not None), None)
+        if needs is not None and not isinstance(found, Recipe):
+            raise ValueError(f"{needs} needs a recipe, and target {target!r} is not one")
+        if remat is not None:
+            with contained(f"making the model of {target}"):
+                found = with_remat(found, policy)
+        if sizes is not None:
+            found = with_batch(found, sizes)
+    if accumulate is not None:
+        found = dataclasses.replace(found, accumulate=accumulate)
+    return found
+
+
+def _require_policy(remat: str) -> None:
+    from .._jax import SAVING_FORM, is_saving, parse_saving
+
+    if is_saving(remat):
+        parse_saving(remat)
+        return
+    # A shell can only give the name of a policy that takes no arguments.
+    names = ["none", *policy_names()]
+    if remat not in names:
+        raise ValueError(
+            f"--remat {remat!r} is not a policy: give one of {', '.join(names)}; or {SAVING_FORM}"
+        )

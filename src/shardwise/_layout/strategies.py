@@ -305,6 +305,7 @@ def _named(strategy: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
             raise ValueError(
                 f"unknown strategy {name!r}: use 'dp', 'fsdp', 'tensor', 'pipeline', or "
                 f"several joined by +, such as 'fsdp+tensor'"
+                + either("; sw.search finds the best" if name == "best" else "", "")
             )
     if len(set(parts)) != len(parts) or {"dp", "fsdp"} <= set(parts):
         raise ValueError(

@@ -3,3 +3,4 @@
 from .report import Report as Report
 from .report import report_of as report_of
 from .report import report_of_plans as report_of_plans
+from .search import report_of_search as report_of_search

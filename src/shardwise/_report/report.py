@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from importlib import metadata, resources
+from typing import Any
 
 from .._base import public, show_type, write_atomically
 from .._compile import Compiled, Plan
@@ -18,7 +19,7 @@ from .data import plan_data
 # In the order in which they are concatenated; each uses only those before it.
 _STYLES = ("page.css",)
 _SCRIPTS = (
-    "data.js", "lists.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "mesh.js", "memory.js",
+    "data.js", "lists.js", "theme.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "mesh.js", "memory.js",
     "timeline.js", "time.js", "traffic.js", "compare.js", "main.js",
 )  # fmt: skip
 # The page loads nothing, and the browser enforces it.
@@ -86,16 +87,31 @@ def report_of_plans(plans: Sequence[tuple[str, Plan]]) -> Report:
         names = ["this", "the other"]
     found = [plan_data(name, plan) for name, (_, plan) in zip(names, plans, strict=True)]
     data = {"title": title, "version": metadata.version("shardwise"), "sides": found}
+    return page_of("page.html", title, data, _STYLES, _SCRIPTS)
+
+
+def page_of(
+    template: str, title: str, data: Any, styles: Sequence[str], scripts: Sequence[str]
+) -> Report:
+    """Returns a page made of assets, with its data inside.
+
+    Args:
+        template: the file of the page, with a comment where each part goes.
+        title: what the page shows.
+        data: plain data, for JSON.
+        styles: files of CSS, in order.
+        scripts: files of JavaScript, in order.
+    """
     # Only "<" could end the script element early.
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(title),
         "policy": _POLICY,
-        "style": "\n".join(_read(name) for name in _STYLES),
-        "script": "\n".join(_read(name) for name in _SCRIPTS),
+        "style": "\n".join(_read(name) for name in styles),
+        "script": "\n".join(_read(name) for name in scripts),
         "data": text,
     }
-    page = _read("page.html")
+    page = _read(template)
     for name, part in parts.items():
         page = page.replace(f"<!--{name}-->", part, 1)
     return Report(title, page)

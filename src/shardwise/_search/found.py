@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._base import public, show_bytes, show_seconds
 from .._compile import Compiled
@@ -11,6 +11,9 @@ from .._estimate import Estimate
 from .._layout import Layout
 from .._nnx import Recipe
 from .space import Choice
+
+if TYPE_CHECKING:
+    from .._report import Report
 
 
 @public
@@ -115,12 +118,20 @@ class Candidate:
         return "compiled" if self.compiled is not None else "modelled"
 
     @property
+    def layout_options(self) -> str:
+        """The options of the command line that ask for its layout."""
+        return f"--mesh {self.mesh} --strategy {self.strategy}"
+
+    @property
+    def step_options(self) -> str:
+        """The options that ask for its remat and accumulation, each after a space; may be empty."""
+        text = f" --remat {self.remat or 'none'}" if self.remat != "" else ""
+        return text + (f" --accumulate {self.accumulate}" if self.accumulate > 1 else "")
+
+    @property
     def command(self) -> str:
         """The options of the command line that ask for this candidate."""
-        text = f"--on {self.chips} --mesh {self.mesh} --strategy {self.strategy}"
-        if self.remat != "":
-            text += f" --remat {self.remat or 'none'}"
-        return text + (f" --accumulate {self.accumulate}" if self.accumulate > 1 else "")
+        return f"--on {self.chips} {self.layout_options}{self.step_options}"
 
     def __str__(self) -> str:
         """Returns one line."""
@@ -245,7 +256,7 @@ class Found:
         if not any(c.fits for c in self.candidates):
             lines += ["", self._nothing()]
         if self.remedies:
-            lines += ["", _table(list(self.remedies))]
+            lines += ["", _table(list(self.remedies), chips=True)]
         lines += [f"note: {note}" for note in self.notes]
         if self.stopped:
             lines.append(f"stopped early: {self.stopped}")
@@ -260,6 +271,12 @@ class Found:
             f"{show_bytes(least.peak_bytes)} of {show_bytes(least.estimate.capacity)} ({least.label})"
         )
         return text + ("; what would fit:" if self.remedies else "")
+
+    def report(self) -> Report:
+        """Returns one HTML page: time against memory, the table, and why one beats another."""
+        from .._report import report_of_search
+
+        return report_of_search(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plain data that `--format json` prints."""
@@ -279,9 +296,9 @@ class Found:
         }
 
 
-def _table(candidates: list[Candidate]) -> str:
+def _table(candidates: list[Candidate], *, chips: bool = False) -> str:
     head = ["", "mesh", "strategy", "remat", "parts", "step", "peak", "of", "MFU", "bound by", ""]
-    several = len({c.chips for c in candidates}) > 1
+    several = chips or len({c.chips for c in candidates}) > 1
     priced = any(c.cost is not None for c in candidates)
     rows = [head + (["$/step"] if priced else []) + (["chips"] if several else [])]
     for number, c in enumerate(candidates, 1):
@@ -290,13 +307,18 @@ def _table(candidates: list[Candidate]) -> str:
             show_seconds(c.seconds), show_bytes(c.peak_bytes), show_bytes(c.estimate.capacity),
             f"{c.mfu:.0%}", c.bound, c.label if c.fits else f"{c.label}, does not fit",
         ]  # fmt: skip
-        row += [f"{c.cost:.4f}" if c.cost is not None else ""] if priced else []
+        row += [show_cost(c.cost) if c.cost is not None else ""] if priced else []
         rows.append(row + ([c.chips] if several else []))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def show_cost(dollars: float) -> str:
+    """Returns dollars with at least two digits that count."""
+    return f"{dollars:.4f}" if dollars >= 0.001 or not dollars else f"{dollars:.2g}"
 
 
 def _remat(policy: str | None) -> str:

@@ -51,7 +51,8 @@ def search(
         limit: seconds after which to stop ranking.
         prices: dollars for an hour of one chip, by its name.
         calibration: the file that `shardwise chips measure` wrote.
-        progress: called with a line at each step.
+        progress: called with a line after each candidate, the best so far, and before each
+            compilation.
 
     Raises:
         ValueError: there are no such chips, or a fixed part does not exist.

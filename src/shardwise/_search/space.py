@@ -11,7 +11,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._nnx import Recipe
+from .._base import either
+from .._nnx import Recipe, abstract_model
 from ..models import Decoder
 
 # In the order in which they save memory.
@@ -134,6 +135,25 @@ def with_choice(recipe: Recipe, choice: Choice, pattern: str) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
+def with_remat(recipe: Recipe, policy: str | None) -> Recipe:
+    """Returns a recipe with a remat policy for the model's blocks, as a search applies it.
+
+    A model without a list of like blocks gets it for its whole loss.
+
+    Args:
+        recipe: the recipe.
+        policy: the name of a policy; None for no rematerialisation.
+    """
+    abstract = abstract_model(recipe.model)
+    model = nnx.merge(abstract.graphdef, abstract.state)
+    if isinstance(model, Decoder):
+        make = functools.partial(_with_remat, recipe.model, policy)
+        return dataclasses.replace(recipe, model=make, remat=None)
+    pattern = blocks_of(model)
+    applied = {pattern: policy} if pattern and policy else policy
+    return dataclasses.replace(recipe, remat=applied)
+
+
 def _with_remat(make: Callable[[], Any], policy: str | None) -> Any:
     model = make()
     model.remat = policy
@@ -156,6 +176,7 @@ def given_axes(text: str | Mapping[str, int]) -> dict[str, int]:
     for part in text.split(","):
         name, _, size = part.partition("=")
         if not name.strip().isidentifier() or not size.strip().isdecimal() or not int(size):
-            raise ValueError(f"{part!r} is not an axis with its size: write data=4,model=2")
+            where = either("", "--mesh has ")
+            raise ValueError(f"{where}{part!r} is not an axis with its size: write data=4,model=2")
         found[name.strip()] = int(size)
     return found

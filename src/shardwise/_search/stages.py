@@ -13,7 +13,7 @@ import jax
 import jax.numpy
 from flax import nnx
 
-from .._base import show_bytes, show_seconds
+from .._base import either, option, show_bytes, show_seconds
 from .._check import LayoutError
 from .._chips import parse_chips
 from .._compile import compile as compile_step
@@ -68,7 +68,10 @@ class Searcher:
         self.calibration, self.deadline, self.progress = calibration, deadline, progress
         for name in self.axes:
             if name not in ("data", "fsdp", "model"):
-                raise ValueError(f"axes= has {name!r}: a search has the axes data, fsdp and model")
+                raise ValueError(
+                    f"{either('axes= has', '--axis has')} {name!r}: a search has the axes data, "
+                    f"fsdp and model"
+                )
         if accumulate is not None and accumulate < 1:
             raise ValueError(f"accumulate={accumulate} is not a number of microbatches")
         self.accumulate = accumulate
@@ -81,7 +84,7 @@ class Searcher:
         self.notes: list[str] = []
         if remat != "free":
             if self.remats == [""]:
-                raise ValueError(f"remat={remat!r} has nothing to act on: {why}")
+                raise ValueError(f"{option('remat', remat or 'none')} has nothing to act on: {why}")
             self.remats = [remat]
         elif why:
             self.note(f"remat was not searched: {why}")
@@ -90,6 +93,8 @@ class Searcher:
         self.layouts: dict[Any, Layout | None] = {}
         self.remedies: list[Candidate] = []
         self.tensor: bool | None = None
+        self.leader: Candidate | None = None
+        self.priced = 0
 
     def note(self, text: str) -> None:
         """Keeps a note, once."""
@@ -139,11 +144,15 @@ class Searcher:
             unknown = [name for name in self.fixed if name not in ("data", "fsdp", "model")]
             if unknown:
                 raise ValueError(
-                    f"mesh= has the axis {unknown[0]!r}: a search has data, fsdp and model"
+                    f"{either('mesh=', '--mesh')} has the axis {unknown[0]!r}: a search has data, "
+                    f"fsdp and model"
                 )
             place = tuple(self.fixed.get(name, 1) for name in ("data", "fsdp", "model"))
             if math.prod(place) != devices:
-                raise ValueError(f"mesh= has {math.prod(place)} devices, but {chips} has {devices}")
+                raise ValueError(
+                    f"{either('mesh=', '--mesh')} has {math.prod(place)} devices, but {chips} has "
+                    f"{devices}"
+                )
             data, fsdp, model = place
             named = self.strategy or ""
             if "fsdp" in named and fsdp == 1:
@@ -201,7 +210,9 @@ class Searcher:
         """Prices one choice; None if it cannot be laid out."""
         if choice not in self.known:
             self._check_time()
-            self.known[choice] = self._priced(choice)
+            found = self.known[choice] = self._priced(choice)
+            if found is not None:
+                self._tell_best(found)
         return self.known[choice]
 
     def _check_time(self) -> None:
@@ -230,9 +241,14 @@ class Searcher:
             self.note(f"{choice.mesh} {choice.strategy} was dropped: {str(error).splitlines()[0]}")
             return None
         chip = parse_chips(choice.chips).chip.name
-        found = Candidate(choice, estimate, recipe, made, price=self.prices.get(chip))
-        self.progress(f"{found}")
-        return found
+        return Candidate(choice, estimate, recipe, made, price=self.prices.get(chip))
+
+    def _tell_best(self, found: Candidate) -> None:
+        """Says which candidate is the best so far."""
+        self.priced += 1
+        if self.leader is None or rank([self.leader, found])[0] is found:
+            self.leader = found
+        self.progress(f"best of {self.priced}: {self.leader}")
 
     def _refine(self, chips: str, seen: Mapping[tuple[int, int, int], Candidate]) -> None:
         """Tries remat policies, accumulation and orders of the axes on the best meshes."""
@@ -318,6 +334,8 @@ class Searcher:
             if ":" not in name:
                 continue
             for chips in after(name)[:4]:
+                if any(c.chips == chips and c.fits for c in self.remedies):
+                    break  # found for smaller ones of this chip
                 devices = parse_chips(chips).device_count
                 if self.samples % devices and not self._can_split(devices):
                     break

@@ -4,3 +4,4 @@ from . import check as check
 from . import compile as compile
 from . import plan as plan
 from . import report as report
+from . import search as search

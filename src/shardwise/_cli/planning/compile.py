@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import tell, tell_json
+from ..._base import tell, tell_json, working
 from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
+    AccumulateOption,
     BatchOption,
     CalibrationOption,
     Format,
     FormatOption,
     InputsOption,
-    MeshOption,
+    LayoutOption,
     MethodOption,
     MinBytesOption,
     OnOption,
+    OwnMeshOption,
     RematOption,
     RulesOption,
     StrategyOption,
@@ -31,6 +33,9 @@ from ..options import (
     require_writable,
     save_to,
 )
+
+if TYPE_CHECKING:
+    from ..._layout import Layout
 
 
 @command(
@@ -64,15 +69,17 @@ Exit status: 0 fits, 1 does not fit, 2 could not run.""",
 )
 def compile_command(
     target: Target,
-    mesh: MeshOption,
+    mesh: OwnMeshOption = None,
     on: OnOption = "here",
     strategy: StrategyOption = None,
+    layout: LayoutOption = None,
     min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
     method: MethodOption = None,
     batch: BatchOption = None,
     remat: RematOption = None,
+    accumulate: AccumulateOption = None,
     calibration: CalibrationOption = None,
     save: Annotated[
         str | None,
@@ -98,17 +105,18 @@ def compile_command(
     from ..._compile import step_machine
 
     require_devices(on)
-    require_writable(save, inputs=(target, rules))
-    require_writable(trace, "--trace", inputs=(target, rules))
-    found, layout = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
-    )
-    if trace is not None and step_machine(layout.mesh) is None:
+    require_writable(save, inputs=(target, rules, layout))
+    require_writable(trace, "--trace", inputs=(target, rules, layout))
+    found, laid_out = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
+        min_bytes=min_bytes, accumulate=accumulate, saved=layout,
+    )  # fmt: skip
+    if trace is not None and step_machine(laid_out.mesh) is None:
         raise ValueError(
             f"--trace needs chips whose step times are modelled, GPUs or TPUs, not {on!r}"
         )
-    require_calibration(calibration, layout)
-    compiled = compile_target(target, found, layout, inputs, method, calibration)
+    require_calibration(calibration, laid_out)
+    compiled = compile_target(target, found, laid_out, inputs, method, calibration)
     save_to(save, compiled)  # before anything is printed: the reader may close the pipe early
     if trace is not None:
         save_to(trace, compiled.timeline(), "--trace")
@@ -120,7 +128,36 @@ def compile_command(
         tell(compiled.verdict)
         if compiled.time is not None:
             tell(compiled.time.verdict)
+        if compiled.fits is False and strategy is None and rules is None and layout is None:
+            proposed = _propose_strategy(target, found, laid_out)
+            if proposed:
+                tell(proposed)
         if compiled.memory is not None:
             tell(bar(compiled.memory.parts, compiled.memory.capacity))
         tell(f"\n{compiled.details}")
     raise typer.Exit(1 if compiled.fits is False else 0)
+
+
+def _propose_strategy(target: str, found: Any, layout: Layout) -> str:
+    """Returns a line about the strategy that would fit on this mesh, or an empty text."""
+    from ..._base import show_bytes
+    from ..._mesh import chips_of
+    from ..._nnx import Recipe
+    from ..._search import rank_strategies
+
+    if chips_of(layout.mesh) is None or not isinstance(found, Recipe):
+        return ""
+    try:
+        with working("looking for a strategy that fits"):
+            name, _, estimate = rank_strategies(found, layout.mesh)[0]
+    except ValueError:
+        return ""
+    if not estimate.fits:
+        return (
+            f"help: no strategy fits on this mesh; shardwise search {target} --on "
+            f"{estimate.chips} also tries other meshes"
+        )
+    return (
+        f"help: no strategy was given, so everything is replicated; --strategy {name} would fit: "
+        f"about {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity)} (modelled)"
+    )

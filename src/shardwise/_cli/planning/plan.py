@@ -11,16 +11,18 @@ from ..._base import tell, tell_json
 from ..help_text import OUTPUT
 from ..options import (
     TARGETS,
+    AccumulateOption,
     BatchOption,
     CalibrationOption,
     CompileOption,
     Format,
     FormatOption,
     InputsOption,
-    MeshOption,
+    LayoutOption,
     MethodOption,
     MinBytesOption,
     OnOption,
+    OwnMeshOption,
     RematOption,
     RulesOption,
     StrategyOption,
@@ -70,9 +72,10 @@ Exit status: 0 laid out, 1 the layout has errors or the compiled step does not f
 )
 def plan(
     target: Target,
-    mesh: MeshOption,
+    mesh: OwnMeshOption = None,
     on: OnOption = "none",
     strategy: StrategyOption = None,
+    layout: LayoutOption = None,
     min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
@@ -80,6 +83,7 @@ def plan(
     batch: BatchOption = None,
     remat: RematOption = None,
     calibration: CalibrationOption = None,
+    accumulate: AccumulateOption = None,
     compile: CompileOption = False,
     tree: Annotated[
         bool,
@@ -110,20 +114,21 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Lays out a model and shows the plan."""
-    require_writable(save, inputs=(target, rules))
+    require_writable(save, inputs=(target, rules, layout))
     if compile:
         require_devices(on)
-    found, layout = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
-    )
-    require_calibration(calibration, layout)
-    planned = plan_target(target, found, layout, inputs, method, calibration, compile=compile)
+    found, laid_out = lay_out(
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
+        min_bytes=min_bytes, accumulate=accumulate, saved=layout,
+    )  # fmt: skip
+    require_calibration(calibration, laid_out)
+    planned = plan_target(target, found, laid_out, inputs, method, calibration, compile=compile)
     estimated, why = None, ""
     if explain is None and not compile and not planned.findings.errors:
-        estimated, why = estimate_target(found, layout, inputs, method, calibration)
-    save_to(save, layout)  # before anything is printed: the reader may close the pipe early
+        estimated, why = estimate_target(found, laid_out, inputs, method, calibration)
+    save_to(save, laid_out)  # before anything is printed: the reader may close the pipe early
     if explain is not None:
-        _explain(layout, explain, format)
+        _explain(laid_out, explain, format)
     elif format is Format.json:
         fields = _plan_json(planned, compile)
         if estimated is not None:

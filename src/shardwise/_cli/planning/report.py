@@ -13,6 +13,7 @@ from ..._base import tell, working
 from ..complete import complete_devices, complete_strategy, complete_target
 from ..help_text import MODEL, OUTPUT
 from ..options import (
+    AccumulateOption,
     BatchOption,
     CalibrationOption,
     CompileOption,
@@ -95,6 +96,7 @@ def report(
     batch: BatchOption = None,
     remat: RematOption = None,
     calibration: CalibrationOption = None,
+    accumulate: AccumulateOption = None,
     compile: CompileOption = False,
     against: Annotated[
         str | None,
@@ -161,6 +163,7 @@ def report(
             "--batch": batch,
             "--remat": remat,
             "--calibration": calibration,
+            "--accumulate": None if accumulate is None else str(accumulate),
             "--compile": "yes" if compile else None,
         },
     )
@@ -178,7 +181,7 @@ def report(
         raise ValueError("--calibration prices a compiled step: add --compile")
     step = {
         "inputs": inputs, "method": method, "batch": batch, "remat": remat,
-        "calibration": calibration, "compile": compile,
+        "calibration": calibration, "accumulate": accumulate, "compile": compile,
     }  # fmt: skip
     how = {
         "mesh": mesh, "on": on, "strategy": strategy, "min_bytes": min_bytes, "rules": rules,
@@ -239,6 +242,7 @@ def _plan(
     batch: str | None,
     remat: str | None,
     calibration: str | None,
+    accumulate: int | None,
     compile: bool,
 ) -> tuple[str, Plan]:
     if target.endswith(".json"):
@@ -248,8 +252,9 @@ def _plan(
     if compile:
         require_devices(on)
     found, layout = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method, min_bytes=min_bytes
-    )
+        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
+        min_bytes=min_bytes, accumulate=accumulate,
+    )  # fmt: skip
     require_calibration(calibration, layout)
     least = f"min-bytes={min_bytes}" if min_bytes is not None else None
     parts = (target, mesh, strategy, least, rules, on if on != "none" else None)

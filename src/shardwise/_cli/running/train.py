@@ -14,12 +14,16 @@ import typer
 from ..._base import show_type, tell_json
 from ..help_text import OUTPUT
 from ..options import (
+    AccumulateOption,
+    BatchOption,
     Format,
     FormatOption,
     InputsOption,
-    MeshOption,
+    LayoutOption,
     MinBytesOption,
     OnOption,
+    OwnMeshOption,
+    RematOption,
     RulesOption,
     StrategyOption,
     command,
@@ -63,18 +67,22 @@ Exit status: 0 trained, 2 could not run, 143 or 130 stopped by SIGTERM or SIGINT
 )
 def train(
     target: RecipeTarget,
-    mesh: MeshOption,
     steps: Annotated[
         int,
         typer.Option(
             "--steps", metavar="N", help="Total number of steps.", min=1, rich_help_panel=_RUN
         ),
     ],
+    mesh: OwnMeshOption = None,
     on: OnOption = "here",
     strategy: StrategyOption = None,
+    layout: LayoutOption = None,
     min_bytes: MinBytesOption = None,
     rules: RulesOption = None,
     inputs: InputsOption = None,
+    batch: BatchOption = None,
+    remat: RematOption = None,
+    accumulate: AccumulateOption = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -159,7 +167,10 @@ def train(
     distributed()
     with noting_failure():
         with together(f"loading {target} and the data"):
-            recipe, layout = lay_out(target, mesh, on, strategy, rules, inputs, min_bytes=min_bytes)
+            recipe, laid_out = lay_out(
+                target, mesh, on, strategy, rules, inputs, batch, remat, min_bytes=min_bytes,
+                accumulate=accumulate, saved=layout,
+            )  # fmt: skip
             if not isinstance(recipe, Recipe):
                 raise ValueError(
                     f"target {target!r} is {show_type(recipe)}: train needs a Recipe, which "
@@ -177,7 +188,7 @@ def train(
             )
         status, last = 0, steps
         try:
-            state = fit(recipe, layout, samples, steps=steps, checkpoints=store, logs=logs)
+            state = fit(recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs)
             last = int(state.step)
         except Stopped as stopped:
             status, last = stopped.status, stopped.step
@@ -185,7 +196,7 @@ def train(
         first = saved[-1] if saved else 0
         counted = {"steps": steps, "first_step": first, "last_step": last, "status": status}
         seconds = time.perf_counter() - began
-        tell_json({**counted, "seconds": seconds, **_summary(recipe, layout, store, logs)})
+        tell_json({**counted, "seconds": seconds, **_summary(recipe, laid_out, store, logs)})
     if status:
         raise typer.Exit(status)
 

@@ -1,7 +1,7 @@
 // Functions that create elements, and a list that holds only the visible rows.
 
 function make(tag, given = {}, ...children) {
-  const svg = ["svg", "rect", "text", "title"].includes(tag);
+  const svg = ["svg", "g", "rect", "circle", "line", "path", "text", "title"].includes(tag);
   const element = svg
     ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);

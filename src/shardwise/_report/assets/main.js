@@ -58,23 +58,8 @@ function showSide(side) {
   for (const button of byId("sides").querySelectorAll("button")) button.setAttribute("aria-pressed", Number(button.dataset.side) === side.number);
 }
 
-function themeButton() {
-  const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
-  const name = () => (dark() ? "Light" : "Dark");
-  const button = make("button", {
-    type: "button", id: "theme",
-    onclick: () => {
-      document.documentElement.dataset.theme = dark() ? "light" : "dark";
-      button.textContent = name();
-      redraw();
-      dispatchEvent(new Event("resize"));
-    },
-  }, name());
-  return button;
-}
-
 byId("top").replaceChildren(
-  make("div", {}, make("h1", {}, given.title), make("p", { class: "faint" }, `Shardwise ${given.version}`)), themeButton());
+  make("div", {}, make("h1", {}, given.title), make("p", { class: "faint" }, `Shardwise ${given.version}`)), themeButton(redraw));
 byId("verdict").replaceChildren(...sides.map((side) => verdictBox(side, sides.length > 1)));
 showMemory(byId("memory"), sides);
 showTimes(byId("time"), sides);
