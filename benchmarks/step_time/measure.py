@@ -1,6 +1,6 @@
 """Measures the recipes on the accelerator of this machine.
 
-    python benchmarks/step_time/measure.py measured.json [--only NAME]… [--held-out] [--profile FOLDER]
+    python benchmarks/step_time/measure.py measured.json [--only NAME]… [--held-out | --convs] [--profile FOLDER]
 
 Each recipe runs in a separate process, one at a time on the device: `sw.train_step` on random
 batches, without waiting between steps. The step time is the median of seven rounds. With
@@ -130,16 +130,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", nargs="?")
     parser.add_argument("--only", action="append", help="a recipe's name")
-    parser.add_argument("--held-out", action="store_true", help="only the recipes held out last")
+    parser.add_argument("--held-out", action="store_true", help="only the held-out recipes")
+    parser.add_argument("--convs", action="store_true", help="only the held-out convolutional ones")
     parser.add_argument("--profile", help="a folder for each recipe's kernels")
     parser.add_argument("--one", help="measure this recipe in this process")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one, args.profile)))
         return
-    from recipes import HELD_OUT, RECIPES
+    from recipes import CONVS, HELD_OUT, RECIPES
 
-    names = list(args.only or (HELD_OUT if args.held_out else RECIPES))
+    chosen = HELD_OUT if args.held_out else CONVS if args.convs else RECIPES
+    names = list(args.only or chosen)
     found, waiting, running = {}, names[::-1], {}
     profile = ["--profile", args.profile] if args.profile else []
     # Three at a time trace and start up; a lock lets one of them at a time use the device.

@@ -322,6 +322,108 @@ class EncoderDecoder(nnx.Module):
         return self.embed.attend(self.norm(y))
 
 
+class PlainBlock(nnx.Module):
+    """Two 3x3 convolutions with batch norms that compute in `dtype`, around a shortcut."""
+
+    def __init__(self, features, out, stride, rngs, dtype):
+        options = {"use_bias": False, "dtype": dtype, "rngs": rngs}
+        strides = (stride, stride)
+        self.conv1 = nnx.Conv(features, out, (3, 3), strides=strides, **options)
+        self.conv2 = nnx.Conv(out, out, (3, 3), **options)
+        self.norm1 = nnx.BatchNorm(out, dtype=dtype, rngs=rngs)
+        self.norm2 = nnx.BatchNorm(out, dtype=dtype, rngs=rngs)
+        changes = (features, 1) != (out, stride)
+        self.skip = nnx.Conv(features, out, (1, 1), strides=strides, **options) if changes else None
+
+    def __call__(self, x):
+        y = self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x)))))
+        return nnx.relu(y + (x if self.skip is None else self.skip(x)))
+
+
+class WideResNet(nnx.Module):
+    """A residual network of plain blocks in which norms keep the dtype of the convolutions."""
+
+    def __init__(self, stages, rngs, dtype=jnp.bfloat16, classes=100):
+        self.stem = nnx.Conv(3, 32, (3, 3), dtype=dtype, rngs=rngs)
+        blocks, features = [], 32
+        for stage, (width, count) in enumerate(stages):
+            for i in range(count):
+                stride = 2 if stage and not i else 1
+                blocks.append(PlainBlock(features, width, stride, rngs, dtype))
+                features = width
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(features, classes, rngs=rngs)
+
+    def __call__(self, images):
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(axis=(1, 2)))
+
+
+class AutoEncoder(nnx.Module):
+    """Strided 4x4 convolutions down, and transposed ones up again."""
+
+    def __init__(self, widths, rngs):
+        sizes = (3, *widths)
+        pairs = list(zip(sizes[:-1], sizes[1:], strict=True))
+        options = {"strides": (2, 2), "padding": "SAME", "rngs": rngs}
+        self.down = nnx.List([nnx.Conv(a, b, (4, 4), **options) for a, b in pairs])
+        self.up = nnx.List([nnx.ConvTranspose(b, a, (4, 4), **options) for a, b in pairs[::-1]])
+
+    def __call__(self, x):
+        for conv in self.down:
+            x = nnx.leaky_relu(conv(x))
+        for conv in self.up[:-1]:
+            x = nnx.relu(conv(x))
+        return self.up[-1](x)
+
+
+class MobileNet(nnx.Module):
+    """Inverted bottlenecks: pointwise, depthwise and pointwise convolutions, with group norms."""
+
+    def __init__(self, stages, rngs, expansion=4, classes=1000):
+        self.stem = nnx.Conv(3, stages[0][0], (3, 3), strides=(2, 2), rngs=rngs)
+        blocks, features = [], stages[0][0]
+        for width, count, stride in stages:
+            for i in range(count):
+                inner, step = expansion * features, stride if not i else 1
+                deep = nnx.Conv(
+                    inner, inner, (3, 3), strides=(step, step), feature_group_count=inner, rngs=rngs
+                )
+                expand = nnx.Conv(features, inner, (1, 1), rngs=rngs)
+                project = nnx.Conv(inner, width, (1, 1), rngs=rngs)
+                norm = nnx.GroupNorm(inner, num_groups=8, rngs=rngs)
+                blocks.append(nnx.List([expand, deep, norm, project]))
+                features = width
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(features, classes, rngs=rngs)
+
+    def __call__(self, images):
+        x = self.stem(images)
+        for expand, deep, norm, project in self.blocks:
+            y = project(nnx.silu(norm(deep(nnx.silu(expand(x))))))
+            x = x + y if x.shape == y.shape else y
+        return self.head(x.mean(axis=(1, 2)))
+
+
+class Wide5(nnx.Module):
+    """A small network of 5x5 convolutions, each followed by pooling."""
+
+    def __init__(self, widths, rngs, classes=10):
+        sizes = (3, *widths)
+        self.convs = nnx.List(
+            [nnx.Conv(a, b, (5, 5), rngs=rngs) for a, b in zip(sizes[:-1], widths, strict=True)]
+        )
+        self.head = Mlp((widths[-1], 512, classes), rngs)
+
+    def __call__(self, images):
+        x = images
+        for conv in self.convs:
+            x = nnx.avg_pool(nnx.relu(conv(x)), (2, 2), strides=(2, 2))
+        return self.head(x.mean(axis=(1, 2)))
+
+
 def translated(model, batch):
     """Returns the mean cross-entropy of each next token of the target."""
     source, target = batch

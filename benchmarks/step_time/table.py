@@ -10,7 +10,7 @@ import json
 import sys
 
 import numpy as np
-from recipes import FITTED, FRESH, HELD_OUT, RECIPES
+from recipes import CONVS, FITTED, FRESH, HELD_OUT, RECIPES
 
 import shardwise as sw
 
@@ -42,8 +42,8 @@ def table(predicted, *measured):
     null = float(np.median(rates))
     print("| recipe | | modelled | bounds | measured | error | constant MFU |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    errors = {"fitted": [], "seen": [], "fresh, seen since": [], "held out": []}
-    nulls = []
+    errors = {kind: [] for kind in ("fitted", "seen", *SETS)}
+    nulls = {kind: [] for kind in (ONCE, "held out")}
     for name, row in plan.items():
         if "seconds" not in real.get(name, {}):
             continue
@@ -51,22 +51,27 @@ def table(predicted, *measured):
         seconds = real[name]["seconds"]
         off, other = row["seconds"] / seconds - 1, row["flops"] / null / seconds - 1
         errors[kind].append(abs(off))
-        if kind == "held out":
-            nulls.append(abs(other))
+        if kind in nulls:
+            nulls[kind].append(abs(other))
         print(
             f"| {name} | {kind} | {row['seconds'] * 1e3:.3f} ms | {row['low'] * 1e3:.3f} to "
             f"{row['high'] * 1e3:.3f} | {seconds * 1e3:.3f} ms | {off:+.1%} | {other:+.0%} |"
         )
     print()
-    for kind, found in (*errors.items(), ("held out, null model", nulls)):
+    constant = {f"{kind}, null model": found for kind, found in nulls.items()}
+    for kind, found in (errors | constant).items():
         if found:
             mean, worst = np.mean(found), max(found)
             print(f"- {kind}: {len(found)} recipes, mean {mean:.1%}, worst {worst:.1%}")
 
 
+ONCE = "held out, measured once"
+SETS = {"fresh, seen since": FRESH, ONCE: HELD_OUT, "held out": CONVS}
+
+
 def kind_of(name):
     """Returns the set that a recipe belongs to, as the README explains them."""
-    sets = {"fitted": FITTED, "fresh, seen since": FRESH, "held out": HELD_OUT}
+    sets = {"fitted": FITTED, **SETS}
     return next((kind for kind, names in sets.items() if name in names), "seen")
 
 

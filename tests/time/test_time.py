@@ -123,6 +123,68 @@ def test_rows_that_are_no_multiple_of_16_bytes_take_older_kernels():
     assert odd > 1.4 * even
 
 
+def convolution(target, given, other, out, window):
+    return module(
+        f"  %a = {given} parameter(0)\n"
+        f"  %b = {other} parameter(1)\n"
+        f"  ROOT %d = ({out}, u8[131]{{0}}) custom-call(%a, %b), window={{{window}}}, "
+        f'dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$conv{target}"'
+    )
+
+
+def of_window(target, dtype, size, channels, out):
+    x, y = (f"{dtype}[48,{size},{size},{n}]{{3,2,1,0}}" for n in (channels, out))
+    w = f"{dtype}[{out},3,3,{channels}]{{3,2,1,0}}"
+    given, other, result = {
+        "Forward": (x, w, y),
+        "BackwardInput": (y, w, x),
+        "BackwardFilter": (x, y, w),
+    }[target]
+    return convolution(target, given, other, result, "size=3x3 pad=1_1x1_1")
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "channels", "out", "microseconds"),
+    [
+        ("Forward", 128, 64, 64, 122.3),
+        ("Forward", 32, 256, 256, 75.0),
+        ("BackwardInput", 64, 128, 128, 79.8),
+        ("BackwardFilter", 16, 512, 512, 78.2),
+        ("BackwardFilter", 64, 64, 128, 56.1),
+    ],
+)
+def test_convolutions_of_bfloat16_take_about_what_was_measured(
+    target, size, channels, out, microseconds
+):
+    found = of_window(target, "bf16", size, channels, out)
+    assert seconds_of(found, "d") * 1e6 == pytest.approx(microseconds, rel=0.15)
+
+
+def test_channels_that_fill_no_tile_cost_as_much_as_a_tile():
+    few, full = (of_window("BackwardFilter", "f32", 96, n, 64) for n in (48, 64))
+    assert seconds_of(few, "d") == pytest.approx(seconds_of(full, "d"), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "other", "out", "microseconds"),
+    [
+        (64, "64,128,128", "128,64,64", "64,2,2,128", 1344.0),
+        (32, "128,64,64", "256,32,32", "128,2,2,256", 349.4),
+    ],
+)
+def test_a_gradient_as_a_dilated_convolution_keeps_few_cores_busy(
+    size, given, other, out, microseconds
+):
+    found = convolution(
+        "Forward",
+        f"f32[{given},16]{{3,2,1,0}}",
+        f"f32[{other},16]{{3,2,1,0}}",
+        f"f32[{out}]{{3,2,1,0}}",
+        f"size={size}x{size} rhs_dilate=2x2 rhs_reversal=1x1",
+    )
+    assert seconds_of(found, "d") * 1e6 == pytest.approx(microseconds, rel=0.1)
+
+
 SLICED = """%inner (p0: {d}[8,4096,4096], p1: {d}[4096,4096], p2: s32[]) -> {d}[4096,4096] {{
   %p0 = {d}[8,4096,4096]{{2,1,0}} parameter(0)
   %p1 = {d}[4096,4096]{{1,0}} parameter(1)

@@ -314,39 +314,56 @@ class GpuPricer:
         rates = self.rates
         dtype = shapes[0].dtype if shapes else "f32"
         products = _products(rates, dtype)
+        own = rates.convolutions["bf16" if dtype in ("bf16", "f16") else "f32"]
+        scale = rates.bandwidth / 4.2e12
         groups = int(instruction.attribute("feature_group_count") or 1)
         wgrad, dgrad = "BackwardFilter" in target, "BackwardInput" in target
+        taps, skipping = _taps(instruction), _step(instruction)
         if groups > 1:
-            seconds = flops / (15e12 * rates.bandwidth / 4.2e12)
+            seconds = max(flops / (15e12 * scale), moved / rates.bandwidth)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
         rows, columns, channels = _implicit(instruction, shapes, wgrad)
         contracted = max(1, flops // max(1, 2 * rows * columns))
+        if "rhs_dilate" in instruction.attribute("window"):
+            # A gradient written as a convolution whose window is another gradient.
+            m, n = own.tile
+            waves = -(-(-(-rows // m) * -(-columns // n)) // rates.cores)
+            seconds = waves * 2 * m * n * contracted / (own.dilated * products.rate)
+            seconds += rates.kernel + own.converted * moved / rates.bandwidth
+            return Price(seconds, "convolution", moved, flops)
         if min(channels, rows if wgrad else columns) < 8:
             # Padded to what tensor cores take, and by kernels that nobody tunes for this.
-            reached = _padded(instruction, channels, columns, wgrad=wgrad)
-            seconds = flops / (reached * rates.bandwidth / 4.2e12)
+            reached = own.few[columns >= 64] if wgrad else 36e12
+            if channels >= 8:
+                reached = 4e12 if wgrad else 8e12
+            elif not wgrad and (taps * channels < 32 or skipping >= 1):
+                # Windows that overlap read the same pixels again, from the cache.
+                reached = 20e12 if taps * channels < 32 else 23e12
+            seconds = flops / (reached * scale)
             return Price(rates.kernel + seconds, "convolution", moved, flops)
-        if max((int(n) for n in re.findall(r"\d+", _window_size(instruction))), default=1) >= 32:
-            # A gradient written as a convolution with the image as its kernel: nobody tunes for it.
-            seconds = flops / (6e12 * rates.bandwidth / 4.2e12)
-            return Price(rates.kernel + seconds, "convolution", moved, flops)
-        skipping = _step(instruction)
-        if dtype in ("bf16", "f16"):
-            efficiency = 0.4 if wgrad else 0.52 if dgrad else 0.6
-        else:
-            efficiency = 0.47 if wgrad else 0.8
-            if dgrad:
-                # What a strided window skips is computed as zeros.
-                efficiency = 0.46 if skipping > 1 else 0.65
         if skipping > 1 and not dgrad:
             # Pixels between the windows are not read.
             moved -= int(shapes[0].nbytes * (1 - 1 / skipping))
+        share = own.shares[2 if wgrad else 1 if dgrad else 0]
+        start, overlap = own.start, own.overlap
+        if taps == 1 and dtype not in ("bf16", "f16"):
+            # Plain products; what a strided window skips is computed as zeros.
+            share = 0.47 if wgrad else 0.8
+            if dgrad:
+                share = 0.46 if skipping > 1 else 0.65
+            start, overlap = 1.5 * products.start, 0.28
+        else:
+            products = dataclasses.replace(products, small=own.small)
+            if wgrad and columns == taps * channels:
+                columns = taps * -(-channels // own.padded) * own.padded
+            elif not wgrad:
+                contracted = contracted * -(-channels // own.chunk) * own.chunk // channels
         seconds = tiled_seconds(
-            products, rates.cores, rates.bandwidth, efficiency, 1, rows, columns, contracted,
+            products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted,
             splits=_SPLITS if wgrad else (1,),
         )  # fmt: skip
         streamed = moved / rates.bandwidth
-        total = 1.5 * products.start + max(seconds, streamed) + 0.28 * min(seconds, streamed)
+        total = start + max(seconds, streamed) + overlap * min(seconds, streamed)
         return Price(total, "convolution", moved, flops)
 
 
@@ -397,28 +414,21 @@ def tiled_seconds(
     )  # fmt: skip
 
 
-def _padded(instruction: Instruction, channels: int, columns: int, *, wgrad: bool) -> float:
-    """Returns the flops per second of a convolution from or to very few channels, as images have."""
-    if channels >= 8:
-        return 4e12 if wgrad else 8e12
-    if wgrad:
-        return 10e12 if columns < 32 else 40e12
-    # Windows that overlap read the same pixels again, from the cache.
-    taps = math.prod(int(n) for n in _window_size(instruction).split("x") if n)
-    return 20e12 if taps * channels < 32 or _step(instruction) >= 1 else 36e12
-
-
 def _window_size(instruction: Instruction) -> str:
     found = re.search(r"size=([\dx]+)", instruction.attribute("window"))
     return found[1] if found else ""
+
+
+def _taps(instruction: Instruction) -> int:
+    """Returns how many places a window has."""
+    return math.prod(int(n) for n in _window_size(instruction).split("x") if n)
 
 
 def _step(instruction: Instruction) -> float:
     """Returns the strides of a window over its sizes: above 1, it skips pixels."""
     found = re.search(r"stride=([\dx]+)", instruction.attribute("window"))
     strides = [int(n) for n in found[1].split("x")] if found else [1]
-    sizes = [int(n) for n in _window_size(instruction).split("x") if n] or [1]
-    return math.prod(strides) / math.prod(sizes)
+    return math.prod(strides) / _taps(instruction)
 
 
 def _over_columns(reduce: Instruction, inside: Sequence[Instruction]) -> bool:
