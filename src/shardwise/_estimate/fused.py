@@ -39,6 +39,8 @@ _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
+# A TPU's compiler splits products over rings of at least this many devices.
+_WINDOWED = 8
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -56,6 +58,7 @@ class Kernel:
         windowed: in how many parts it is computed while shards travel (a TPU's collective
             matmul); 0 if it is not.
         summed: whether these parts are added up.
+        absorbed: whether a product next to it does most of its work (on a TPU).
     """
 
     ops: list[Op]
@@ -67,6 +70,7 @@ class Kernel:
     level: int = 0
     windowed: int = 0
     summed: bool = False
+    absorbed: bool = False
 
     @property
     def op(self) -> Op:
@@ -405,8 +409,18 @@ class Block:
                 continue
             if len(near) == 1 and near[0].op.kind == "dot_general":
                 parts = math.prod(size for _, size in kernel.op.axes)
+                if parts < _WINDOWED:
+                    continue
                 kernel.windowed = near[0].windowed = parts
                 near[0].summed = kernel.op.kind == "all-gather" and self._sums(near[0], kernel)
+
+        if any(kernel.windowed for kernel in self.kernels):
+            return
+        for kernel in self.kernels:
+            if not kernel.heavy:
+                near = [owner[v] for v in kernel.reads if v in owner]
+                near += [k for v in kernel.writes for k in readers[v]]
+                kernel.absorbed = any(k.op.kind == "dot_general" for k in near if k.heavy)
 
     def _sums(self, product: Kernel, gather: Kernel) -> bool:
         """Returns whether a product contracts the dim that is gathered for it."""
