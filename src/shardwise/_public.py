@@ -62,4 +62,3 @@ from ._train import data as data
 from ._train import fit as fit
 from ._train import train_state as train_state
 from ._train import train_step as train_step
-from .models import head_loss as head_loss

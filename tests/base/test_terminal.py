@@ -345,7 +345,7 @@ COMPLETED = {
     "chips": ("shardwise plan x --on v5", {"v5e:4x4", "v5p:4x4x4"}),
     "devices": ("shardwise compile x --on c", {"cpu:8"}),
     "models": ("shardwise plan llama3", {name for name in CONFIGS if name.startswith("llama3")}),
-    "strategies": ("shardwise check x --strategy f", {"fsdp", "fsdp+tensor"}),
+    "strategies": ("shardwise check x --strategy f", {"fsdp", "fsdp+tensor", "fsdp+pipeline"}),
     "policies": ("shardwise compile x --remat no", {"none", "nothing_saveable"}),
     "formats": ("shardwise check x --format ", {"text", "concise", "json", "github"}),
     "options": ("shardwise plan x --tr", {"--tree"}),
@@ -393,7 +393,7 @@ def test_other_shells_complete(shell):
 
 def test_completions_are_valid():
     for name in complete.STRATEGIES:
-        assert flatten_rules(name, {"data": 2, "model": 4})
+        assert flatten_rules(name, {"data": 2, "model": 4, "pipe": 2})
     for on in complete.complete_devices(""):
         if on not in ("here", "none", "cpu:8"):
             assert sw.mesh({"data": -1}, on=on).size > 1

@@ -259,7 +259,7 @@ ERRORS = {
     "factory's return": (("mlp.py:number", *MESH), "the model's factory returned an int: it must return an nnx.Module"),
     "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis is expected: write axes as data=2,model=4"),
     "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: these fit 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1; or --on cpu:8 for 8 virtual CPU devices"),
-    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': use 'dp', 'fsdp', 'tensor', or several joined by +, such as 'fsdp+tensor'"),
+    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': use 'dp', 'fsdp', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor'"),
     "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "rules file no.toml cannot be read: No such file or directory"),
     "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "rules file not.toml is not TOML: Invalid value (at end of document)"),
     "unknown rules": (("mlp.py:make", *MESH, "--rules", "unknown.toml"), f"rules file unknown.toml has an unknown key 'stratgy': {FORM}"),

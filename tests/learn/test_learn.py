@@ -27,6 +27,7 @@ def test_there_are_pages():
         "layouts",
         "lora",
         "many_hosts",
+        "pipelines",
         "report",
         "search",
         "step_time",

@@ -49,7 +49,7 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(case, chunks):
         return found(HIDDEN, KERNEL, TARGETS, **{**CASES[case], **more})
 
     def ours(*args, softcap=None, **more):
-        return sw.head_loss(*args, softcap=CASES[case].get("softcap"), chunks=chunks, **more)
+        return models.head_loss(*args, softcap=CASES[case].get("softcap"), chunks=chunks, **more)
 
     want, want_gradients = differentiate(whole)
     got, gradients = differentiate(ours)
@@ -60,7 +60,7 @@ def test_chunks_change_neither_the_loss_nor_its_gradients(case, chunks):
 
 def test_tokens_without_a_sequence_are_chunked_too():
     flat = (HIDDEN.reshape(-1, WIDTH), KERNEL, TARGETS.reshape(-1))
-    np.testing.assert_allclose(sw.head_loss(*flat, chunks=32), whole(*flat), rtol=1e-6)
+    np.testing.assert_allclose(models.head_loss(*flat, chunks=32), whole(*flat), rtol=1e-6)
 
 
 def test_float16_keeps_small_gradients_under_a_loss_scale():
@@ -69,7 +69,7 @@ def test_float16_keeps_small_gradients_under_a_loss_scale():
     def gradient(loss):
         return jax.grad(lambda h: 2.0**14 * loss(h, kernel, TARGETS))(hidden)
 
-    got = gradient(lambda *args: sw.head_loss(*args, chunks=4))
+    got = gradient(lambda *args: models.head_loss(*args, chunks=4))
     want = gradient(whole)
     np.testing.assert_allclose(got, want, rtol=0.02, atol=2e-3)
 
@@ -78,7 +78,7 @@ def test_bfloat16_sums_the_kernel_s_gradient_in_float32():
     hidden, kernel = (jnp.asarray(x, "bfloat16") for x in (HIDDEN, KERNEL))
     exact = jax.grad(whole, argnums=1)(hidden.astype("float32"), kernel.astype("float32"), TARGETS)
     for chunks in (1, LENGTH):
-        got = jax.grad(sw.head_loss, argnums=1)(hidden, kernel, TARGETS, chunks=chunks)
+        got = jax.grad(models.head_loss, argnums=1)(hidden, kernel, TARGETS, chunks=chunks)
         assert got.dtype == jnp.bfloat16
         error = jnp.linalg.norm(got.astype("float32") - exact) / jnp.linalg.norm(exact)
         assert error < 0.02, chunks
@@ -94,7 +94,7 @@ def shapes(jaxpr):
 
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_logits_are_never_whole(chunks):
-    loss = jax.value_and_grad(lambda h, k: sw.head_loss(h, k, TARGETS, chunks=chunks), (0, 1))
+    loss = jax.value_and_grad(lambda h, k: models.head_loss(h, k, TARGETS, chunks=chunks), (0, 1))
     largest = max(
         shape[:-1] == (BATCH, LENGTH) and shape[-1] == VOCAB
         for shape in shapes(jax.make_jaxpr(loss)(HIDDEN, KERNEL).jaxpr)
@@ -167,7 +167,7 @@ def test_any_model_s_loss_takes_its_chunks_from_the_recipe_even_if_jitted():
     @jax.jit
     def inner(hidden, kernel, tokens):
         seen.append(1)
-        return sw.head_loss(hidden, kernel, tokens)
+        return models.head_loss(hidden, kernel, tokens)
 
     def loss(model, tokens):
         return inner(model(tokens), model.embed.embedding[...].T, tokens)
@@ -205,7 +205,7 @@ REFUSED = {
 def test_losses_that_are_refused(case):
     args, more, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
-        sw.head_loss(*args, **more)
+        models.head_loss(*args, **more)
 
 
 def test_recipes_with_no_chunks_are_refused():

@@ -183,6 +183,7 @@ FAST = (
 # Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
 # whole pages.
 NOT_FAST = {
+    "search",
     "checkpoint",
     "learn",
     "models",

@@ -17,7 +17,7 @@ class Chosen:
     """One recipe's choices while its step is traced, and whether they were read.
 
     Attributes:
-        loss_chunks: in how many chunks `sw.head_loss` computes a loss.
+        loss_chunks: in how many chunks `models.head_loss` computes a loss.
         used: whether a loss was computed with it.
     """
 

@@ -41,7 +41,7 @@ class Recipe:
             host's memory; or a policy itself. For the whole loss, or in a dict from path patterns of
             modules to policies: `{"blocks.*": "dots_saveable"}`.
         loss_chunks: in how many chunks the loss is computed with the output head, so that the
-            logits never exist all at once; for losses that use `sw.head_loss` or
+            logits never exist all at once; for losses that use `models.head_loss` or
             `models.next_token_loss`.
         offload: what is kept in the memory of the hosts between steps, and moved to the devices for
             its update: `"optimizer"` (its state), `"ema"`, or both, `"optimizer,ema"`.

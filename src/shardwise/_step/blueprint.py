@@ -257,7 +257,7 @@ class Blueprint:
             if recipe.loss_chunks > 1 and not chosen.used:
                 raise ValueError(
                     f"loss_chunks={recipe.loss_chunks} has no effect, because the recipe's loss makes "
-                    f"its own logits: compute it with sw.head_loss(hidden, kernel, targets)"
+                    f"its own logits: compute it with models.head_loss(hidden, kernel, targets)"
                 )
             if not isinstance(out, tuple):
                 out = (out, {})

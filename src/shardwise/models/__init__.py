@@ -10,7 +10,7 @@ from ._published import CONFIGS as CONFIGS
 if TYPE_CHECKING:
     from ._decoder import Decoder as Decoder
     from ._decoder import next_token_loss as next_token_loss
-    from ._loss import head_loss as head_loss
+    from ._head_loss import head_loss as head_loss
 
 
 def __getattr__(name: str) -> Any:

@@ -16,9 +16,9 @@ from .._jax import chosen_chunks, is_saving, parse_saving
 from .._parallel import pipeline
 from ._config import Config
 from ._experts import Experts
+from ._head_loss import head_loss, mean_nll
 from ._kernels import look_up
 from ._layers import Attention, Norm, gated, into
-from ._loss import head_loss, mean_nll
 from ._names import constrain, gather, named
 
 # The leading dim of a stack has a name too.
@@ -170,7 +170,7 @@ def next_token_loss(model: Decoder, tokens: jax.Array, *, chunks: int | None = N
     Args:
         model: a decoder, or any function from tokens to logits.
         tokens: `[batch, length]`, integers.
-        chunks: in how many chunks a decoder's loss is computed with its head, see `sw.head_loss`; a
+        chunks: in how many chunks a decoder's loss is computed with its head, see `models.head_loss`; a
             recipe's `loss_chunks` if None.
 
     Example:
@@ -192,5 +192,7 @@ def next_token_loss(model: Decoder, tokens: jax.Array, *, chunks: int | None = N
             hidden, kernel = model.features(tokens), model.head_kernel
             return head_loss(hidden, kernel, targets, weights=counts, chunks=chunks)
     elif chunks is not None:
-        raise ValueError(f"chunks= needs a Decoder, got {type(model).__name__}: use sw.head_loss")
+        raise ValueError(
+            f"chunks= needs a Decoder, got {type(model).__name__}: use models.head_loss"
+        )
     return mean_nll(model(tokens), targets, counts)

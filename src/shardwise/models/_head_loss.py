@@ -45,7 +45,7 @@ def head_loss(
     Example:
         >>> import jax.numpy as jnp, shardwise as sw
         >>> hidden, kernel = jnp.ones((2, 8, 16)), jnp.zeros((16, 256))
-        >>> sw.head_loss(hidden, kernel, jnp.ones((2, 8), "int32"), chunks=4)
+        >>> models.head_loss(hidden, kernel, jnp.ones((2, 8), "int32"), chunks=4)
         Array(5.5451775, dtype=float32)
     """
     count = chosen_chunks() if chunks is None else chunks
