@@ -129,6 +129,20 @@ def test_what_cannot_be_split_is_said_once():
     assert all("tensor" not in c.strategy for c in found.candidates)
 
 
+def test_a_tensor_axis_that_splits_nothing_is_dropped():
+    found = sw.search(MLP, "h100:1x3", compile=0)
+    assert not found.candidates
+    assert any("no pair of dims is divisible by 3" in note for note in found.notes)
+
+
+def test_another_order_of_the_axes_is_listed_if_it_is_faster(found):
+    seen = [(frozenset(c.choice.axes), c.remat, c.accumulate) for c in found.candidates]
+    seconds = {}
+    for key, c in zip(seen, found.candidates, strict=True):
+        assert c.seconds < 0.996 * seconds.get(key, 1.0) or key not in seconds
+        seconds[key] = c.seconds
+
+
 def test_prices_give_a_cheapest(found):
     assert found.cheapest is None
     priced = sw.search(MLP, "h100:1x4", compile=0, prices={"h100": 3.6})

@@ -226,6 +226,11 @@ class Searcher:
         made = self._layout(choice.chips, choice.axes, choice.strategy, recipe)
         if made is None:
             return None
+        if "model" in choice.sizes and not any("model" in str(leaf.spec) for leaf in made.leaves):
+            self.note(
+                f"{choice.mesh} was dropped: no pair of dims is divisible by {choice.sizes['model']}"
+            )
+            return None
         key = (
             choice.chips,
             frozenset(choice.axes),
@@ -259,7 +264,10 @@ class Searcher:
                 self._fit(self._choice(chips, place, remat, self._first()))
         for each in [c for c in self.ranked() if c.chips == chips and c.fits][:3]:
             for axes in orders(each.choice.axes):
-                self._try(dataclasses.replace(each.choice, axes=axes))
+                choice = dataclasses.replace(each.choice, axes=axes)
+                again = self._try(choice)
+                if again is not None and again is not each and again.seconds > 0.995 * each.seconds:
+                    self.known[choice] = None  # the same layout in another order, no faster
 
     def _fit(self, choice: Choice) -> None:
         """Prices a choice, and the least accumulation with which it would fit."""
