@@ -189,7 +189,7 @@ def test_chunks_without_an_effect_are_refused():
 
     recipe = own_recipe(loss, loss_chunks=4)
     layout = sw.layout(recipe.model, sw.mesh("data=8", on="cpu:8"), "dp")
-    with pytest.raises(ValueError, match=r"loss_chunks=4 has no effect.*sw\.head_loss"):
+    with pytest.raises(ValueError, match=r"loss_chunks=4 has no effect.*models\.head_loss"):
         sw.compile(recipe, layout)
 
 

@@ -43,7 +43,8 @@ def head_loss(
         ValueError: the shapes do not match, or the chunks do not divide the positions.
 
     Example:
-        >>> import jax.numpy as jnp, shardwise as sw
+        >>> import jax.numpy as jnp
+        >>> from shardwise import models
         >>> hidden, kernel = jnp.ones((2, 8, 16)), jnp.zeros((16, 256))
         >>> models.head_loss(hidden, kernel, jnp.ones((2, 8), "int32"), chunks=4)
         Array(5.5451775, dtype=float32)
