@@ -184,7 +184,9 @@ class Estimator:
         return first
 
     def _block(self, ops: Any, outputs: Any) -> _Run:
-        block = Block(self.program, ops, outputs, gpu=self.machine.gpu is not None)
+        block = Block(
+            self.program, ops, outputs, gpu=self.machine.gpu is not None, devices=self.devices.size
+        )
         run = _Run()
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
@@ -441,7 +443,13 @@ class Estimator:
 
     def _loop_peak(self, loop: Any) -> int:
         if id(loop) not in self.inner:
-            block = Block(self.program, loop.body, loop.after, gpu=self.machine.gpu is not None)
+            block = Block(
+                self.program,
+                loop.body,
+                loop.after,
+                gpu=self.machine.gpu is not None,
+                devices=self.devices.size,
+            )
             self.inner[id(loop)] = self._peak(block)[0]
         return self.inner[id(loop)]
 

@@ -39,8 +39,9 @@ _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
-# A TPU's compiler splits products over rings of at least this many devices.
-_WINDOWED = 8
+# A TPU's compiler splits products over rings of this many devices, if they are all there are: seen
+# for 16, not for 2 and 4 of 16, nor for 64 of 256.
+_WINDOWED = range(8, 33)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -87,7 +88,13 @@ class Block:
     """The kernels of a list of operations, in the order in which a compiler would run them."""
 
     def __init__(
-        self, program: Program, ops: Sequence[Op], outputs: Sequence[int], *, gpu: bool = True
+        self,
+        program: Program,
+        ops: Sequence[Op],
+        outputs: Sequence[int],
+        *,
+        gpu: bool = True,
+        devices: int = 0,
     ):
         """Groups the operations.
 
@@ -96,8 +103,9 @@ class Block:
             ops: the operations of it, or of a loop's body.
             outputs: the values that are used afterwards.
             gpu: whether they run on a GPU, where products read arrays in some orders alone.
+            devices: how many devices the mesh has.
         """
-        self.shapes, self.gpu = program.shapes, gpu
+        self.shapes, self.gpu, self.devices = program.shapes, gpu, devices
         self.ops = _scattered(list(ops), gpu)
         self.maker = {value: op for op in self.ops for value in op.results}
         self.outputs = {self.root(value) for value in outputs}
@@ -409,7 +417,7 @@ class Block:
                 continue
             if len(near) == 1 and near[0].op.kind == "dot_general":
                 parts = math.prod(size for _, size in kernel.op.axes)
-                if parts < _WINDOWED:
+                if parts not in _WINDOWED or parts != self.devices:
                     continue
                 kernel.windowed = near[0].windowed = parts
                 near[0].summed = kernel.op.kind == "all-gather" and self._sums(near[0], kernel)
