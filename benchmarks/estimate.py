@@ -108,19 +108,11 @@ def rows(path):
                             for axis in {*found.by_axis, *compiled.by_axis}
                         },
                     }  # fmt: skip
-                except Exception as error:
+                except (ValueError, RuntimeError) as error:  # does not fit, or is refused
                     row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
                 with open(path, "a") as file:
-                    file.write(json.dumps(_tuples(row)) + "\n")
+                    file.write(json.dumps(row) + "\n")
                 print(row, flush=True)
-
-
-def _tuples(row):
-    row["axes"] = {
-        axis: [sum(b for _, b in v.values()) if isinstance(v, dict) else v for v in pair]
-        for axis, pair in row.get("axes", {}).items()
-    }
-    return row
 
 
 def table(path):

@@ -189,7 +189,7 @@ def main():
     for number in map(int, options.only) if options.only else ORDER:
         try:
             found[str(number)] = find(runs[number])
-        except Exception as fault:
+        except (ValueError, RuntimeError) as fault:
             print(f"{number}: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
             continue
         options.file.write_text(json.dumps(found, indent=1))

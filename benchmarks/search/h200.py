@@ -158,7 +158,7 @@ def one(name, remat, parts):
                 rounds.append(time.perf_counter() - start)
         peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]
         print(json.dumps({"seconds": float(np.median(rounds)), "peak": peak}))
-    except Exception as error:
+    except RuntimeError as error:  # out of memory
         print(json.dumps({"error": f"{type(error).__name__}: {str(error)[:120]}"}))
 
 

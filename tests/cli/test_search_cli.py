@@ -168,9 +168,9 @@ def test_a_strategy_that_would_fit_is_proposed(folder):
 
     recipe = load_target("tower.py:huge")
     layout = sw.layout(recipe, sw.mesh("data=8", on="h100:1x8"))
-    told = _propose_strategy("tower.py:huge", recipe, layout)
+    proposed = _propose_strategy("tower.py:huge", recipe, layout)
     fits = [n for n in ("dp", "fsdp") if sw.estimate(recipe, layout_of(recipe, n)).fits]
-    assert "fsdp" in fits and re.search(r"--strategy (\w+) would fit: about", told)[1] in fits
+    assert "fsdp" in fits and re.search(r"--strategy (\w+) would fit: about", proposed)[1] in fits
 
 
 def layout_of(recipe, strategy):

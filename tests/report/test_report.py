@@ -117,16 +117,18 @@ def test_the_verdict_comes_first_and_memory_is_what_was_compiled(compiled, open_
         shares = [width / sum(pieces) for width in pieces]
         wanted = [size / memory.peak for size in sizes if size]
         np.testing.assert_allclose(shares, wanted, atol=0.01)
-        told = {
+        shown_text = {
             row[0].strip(): row[1:]
             for row in rows(page, "#memory [aria-label='Memory of one device']")
         }
-        assert told["temporaries"] == [
+        assert shown_text["temporaries"] == [
             shown(memory.temporaries),
             share(memory, "temporaries"),
             "compiled",
         ]
-        assert told["parameters"][2] == "exact" and told["peak"][0] == shown(memory.peak)
+        assert shown_text["parameters"][2] == "exact" and shown_text["peak"][0] == shown(
+            memory.peak
+        )
         picture(page, "compiled")
 
 
@@ -187,9 +189,9 @@ def test_the_tree_folds_searches_and_sorts(open_page):
     layout = lay()
     with open_page(layout.report()) as page:
         assert page.locator(".tree .row", has_text="{0..3} ×4").count() == 1
-        told = page.inner_text("#model .left .status")
+        shown_text = page.inner_text("#model .left .status")
         assert (
-            told
+            shown_text
             == f"{len(layout.leaves)} leaves, {shown(layout.bytes_per_device)} of {shown(layout.total_bytes)} on each device (exact)"
         )
 
@@ -263,9 +265,9 @@ def test_the_map_has_areas_by_bytes_and_shows_what_is_chosen(open_page):
         # By pointing: the part of the map that is clicked is a leaf that is shown, and revealed.
         box = page.locator("#model canvas").bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.6)
-        told = page.inner_text("#model .map .status")
-        path = told.split()[0]
-        assert layout[path].shard_bytes and shown(layout[path].shard_bytes) in told
+        shown_text = page.inner_text("#model .map .status")
+        path = shown_text.split()[0]
+        assert layout[path].shard_bytes and shown(layout[path].shard_bytes) in shown_text
         page.mouse.click(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.6)
         assert page.inner_text("#leaf-title") == path
         # A module of the tree fills the map; the crumbs lead back.
@@ -611,7 +613,7 @@ def test_errors_are_drawn_and_told(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "shown_text"),
     [
         ((DECODER, "-o", "a.html"), "--mesh is missing: give axes and sizes"),
         ((DECODER, "--mesh", "data=8"), "Missing option '--output' / '-o'"),
@@ -647,8 +649,8 @@ def test_errors_are_drawn_and_told(run, tmp_path):
         "no other file",
     ],
 )
-def test_wrong_uses(run, tmp_path, monkeypatch, arguments, told):
+def test_wrong_uses(run, tmp_path, monkeypatch, arguments, shown_text):
     monkeypatch.chdir(tmp_path)
     status, out, err = run("report", *arguments)
-    assert status == 2 and told in err and len(err.splitlines()) == 1
+    assert status == 2 and shown_text in err and len(err.splitlines()) == 1
     assert os.listdir(tmp_path) == []

@@ -189,7 +189,7 @@ class TimelineView {
     const w = Math.max(right - x, 0.75);
     pen.globalAlpha = this.matches && !this.matches(slice) ? 0.18 : 1;
     pen.fillStyle = slice.repeats ? this.colours.cell : this.colours[slice.bound] || this.colours.unknown;
-    // A hair apart where there is room, so that neighbours of one colour can be told apart.
+    // A thin gap where there is room, so that neighbours of one colour stay distinguishable.
     pen.fillRect(x, y, w > 4 ? w - 1 : w, LANE.bar);
     if (slice.repeats) this.hatch(pen, x, y, w, this.colours.line, 9);
     if (slice.count > 1) this.dots(pen, x, y, w);
