@@ -12,94 +12,14 @@ fit are kept with what they need.
 import argparse
 import dataclasses
 import json
-import math
 import pathlib
-import re
 import sys
 import time
 
 import jax
-import optax
-from flax import nnx
-from published import CONFIGS, REASONS, ROWS, RUNS, Run
+from published import REASONS, ROWS, RUNS, Choice, Run, choices, compile_run
 
-import shardwise as sw
-from shardwise import models
-
-# What the rows save and offload, in the names of the shipped decoder: MaxText's
-# decoder_layer_input is `input`, query_proj `q`, out_proj `out`, mlpwo `down`.
-REMAT = {
-    6: "save:k,v+offload:input,down",
-    8: "save:input,context,q,k,v",
-    10: "offload:input",
-    12: "offload:input,q,k,v",
-    13: "offload:input,out,q,k,v",
-    14: "offload:input,out,q,k,v",
-    15: "offload:input,out,q,k,v",
-    16: "offload:input,out,q,k,v",
-    18: "offload:context,down",
-    20: "save:q,k,v,context,out",
-    21: "save:q,k,v,context,out",
-    22: "save:q,k,v,context,out",
-    23: "save:q,k,v,out,up,down",
-    24: "save:q,k,v,context,out",
-    25: "offload:q,k,v,out,up,down",
-    26: "offload:input,q,k,v",
-    27: "offload:input,q,k,v,out",
-    28: "save:q,k,v,context,out",
-}
-ORDER = (15, 14, 16, 8, 12, 21, 23, 20, 25, 26, 27, 13, 22, 24, 28, 10, 18, 6, 33, 34)
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Settings of a recipe, besides its model and batch."""
-
-    remat: str
-    loss_chunks: int
-    offload: str = ""
-    accumulate: int = 1
-
-    def __str__(self):
-        text = f"remat={self.remat}, loss_chunks={self.loss_chunks}"
-        text += f", offload={self.offload}" if self.offload else ""
-        return text + (f", accumulate={self.accumulate}" if self.accumulate > 1 else "")
-
-
-def choices(run: Run):
-    """Yields settings, those of the row first."""
-    asked, parts = REMAT.get(run.row, "nothing_saveable"), run.accumulate
-    yield Choice(asked, 8, accumulate=parts)
-    if "context" in asked.partition("+")[0]:
-        yield Choice("save:context", 8, accumulate=parts)
-    if asked != "nothing_saveable":
-        yield Choice("nothing_saveable", 8, accumulate=parts)
-    if asked != "offload:input":
-        yield Choice("offload:input", 16, accumulate=parts)
-    yield Choice("offload:input", 16, offload="optimizer", accumulate=parts)
-    devices = math.prod(int(size) for size in re.findall(r"=(\d+)", run.mesh))
-    each = int(ROWS[run.row]["global_batch_seqs"]) // (run.slices * parts * devices)
-    if each > 1:
-        more = parts * next(n for n in range(2, each + 1) if each % n == 0)
-        yield Choice("offload:input", 16, accumulate=more)
-
-
-def recipe_of(run: Run, choice: Choice):
-    row = ROWS[run.row]
-    config = dataclasses.replace(CONFIGS[row["model"].lower()], scan=True, remat=choice.remat)
-    return sw.Recipe(
-        model=lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
-        loss=models.next_token_loss,
-        optimizer=optax.adamw(1e-4),
-        batch=jax.ShapeDtypeStruct(
-            (int(row["global_batch_seqs"]) // run.slices, int(row["seq_len"])), "int32"
-        ),
-        compute_dtype="bfloat16",
-        accumulate=choice.accumulate,
-        loss_chunks=choice.loss_chunks,
-        offload=choice.offload,
-        compiler_options=run.options,
-    )
+ORDER = (15, 14, 16, 8, 12, 21, 23, 20, 25, 26, 27, 13, 22, 24, 28, 10, 11, 18, 6, 33, 34)
 
 
 def find(run: Run):
@@ -107,10 +27,8 @@ def find(run: Run):
     tried = []
     for choice in choices(run):
         began = time.monotonic()
-        recipe = recipe_of(run, choice)
-        layout = sw.layout(recipe.model, sw.mesh(run.mesh, on=run.on), sw.fsdp("fsdp"))
         try:
-            compiled = sw.compile(recipe, layout)
+            compiled = compile_run(run, choice)
         except ValueError as error:
             found = {"choice": dataclasses.asdict(choice), "error": str(error)[:500]}
         else:

@@ -1,11 +1,12 @@
 """Compares modelled step times with published ones of MaxText and AXLearn.
 
-    python benchmarks/published.py model modelled.json [--only TEXT]…   # on any machine
+    python benchmarks/published.py model modelled.json [--only ROW]…      # on any machine; minutes a row
+    python benchmarks/published.py estimate modelled.json [--only ROW]…   # the same without compiling
     python benchmarks/published.py table modelled.json
 
 `published_steps.csv` holds the published rows, each with its source. A row that a decoder of
-`shardwise.models` can express is compiled for its chips and priced by `sw.compile(…).time`; every
-other one is printed with the reason. No constant is fitted to a row. The null model is a constant
+`shardwise.models` can express is compiled for its chips and priced by `sw.compile(…).time`, and
+estimated by `sw.estimate`; every other one is printed with the reason. No constant is fitted to a row. The null model is a constant
 MFU: the median over the chip's other rows, compiled or not.
 """
 
@@ -23,29 +24,33 @@ import time
 import jax
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import shardwise as sw
 from shardwise import models
-from shardwise._chips import CHIPS
+from shardwise._chips import CHIPS, parse_chips
+from shardwise._hlo import parse_hlo
+from shardwise._time import product_seconds
 
 ROWS = list(csv.DictReader((pathlib.Path(__file__).parent / "published_steps.csv").open()))
 LLAMA = models.CONFIGS["llama3-8b"]
-_LLAMA2 = dataclasses.replace(LLAMA, hidden=11_008, kv_heads=None, vocab=32_000, rope_theta=1e4)
+_FUJI = dataclasses.replace(
+    LLAMA, hidden=11_008, kv_heads=None, vocab=32_768, rope_theta=1e4, tied=True
+)
 CONFIGS = {
     "llama3.1-8b": LLAMA,
     "llama3.1-70b": models.CONFIGS["llama3-70b"],
     "llama3.1-405b": models.CONFIGS["llama3-405b"],
     "gemma3-12b": models.CONFIGS["gemma3-12b"],
     "mistral-7b": dataclasses.replace(LLAMA, vocab=32_000),
-    # AXLearn's fuji follows Llama: version 1 and 2 with 32,000 words.
-    "fuji-7b-v1": _LLAMA2,
-    "fuji-7b-v2": _LLAMA2,
-    "fuji-70b-v2": dataclasses.replace(models.CONFIGS["llama3-70b"], vocab=32_000, rope_theta=1e4),
+    # AXLearn's fuji follows Llama: versions 1 and 2 with 32,768 words, 7B with a tied head.
+    "fuji-7b-v1": _FUJI,
+    "fuji-7b-v2": _FUJI,
+    "fuji-70b-v2": dataclasses.replace(models.CONFIGS["llama3-70b"], vocab=32_768, rope_theta=1e4),
 }
-# What AXLearn saves where a row names nothing: its default for the layers of fuji.
-_AXLEARN = ("q", "k", "v", "context", "out")
-_FP8 = "published in fp8, most likely"
-_V6E = ("q", "k", "v", "out")
+# AXLearn's default for the layers of fuji: `[qkvo]_proj`. What flash attention returns is not saved.
+_AXLEARN = "save:q,k,v,out"
+_TRILLIUM = "offload:input,out,q,k,v"
 
 
 # Collective matmul, as MaxText calls it, is a loop of permutes and partial products.
@@ -53,6 +58,11 @@ _NO_LOOPS = {
     "xla_tpu_enable_windowed_einsum_for_all_gather": False,
     "xla_tpu_enable_windowed_einsum_for_reduce_scatter": False,
 }
+
+
+def _scoped(kib):
+    """Returns the option with which sources give kernels more of the vector memory."""
+    return {"xla_tpu_scoped_vmem_limit_kib": str(kib)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,55 +73,65 @@ class Run:
         row: the row.
         on: the chips.
         mesh: their mesh; weights are split over `fsdp`, the batch over all axes.
-        saved: what the backward pass does not recompute.
-        offloaded: what is kept in the host's memory until then.
+        remat: what the backward pass does not recompute, as the run's source says: MaxText's
+            decoder_layer_input is `input`, query_proj `q`, out_proj `out`, mlpwo `down`.
+        loss_chunks: in how many chunks the loss is computed.
         slices: how many slices of these chips run in data parallel; one is compiled.
         accumulate: in how many parts the batch is processed.
-        options: those of XLA that the run's source states and that change its program.
+        options: those of XLA that the run's source states, that change its program, and that
+            today's compiler takes.
+        dtype: of the parameters.
+        moment: the dtype of Adam's first moment, if not that of the parameters.
+        rows: whether the kernel `up` is split by rows, as MaxText and AXLearn do, where the longest
+            dim, its columns, would leave less than a tile of 128 to each device.
+        fp8: whether products are priced as those of 8 bits, with the casts before them.
         note: what the row leaves open.
     """
 
     row: int
     on: str
     mesh: str
-    saved: tuple[str, ...] = ()
-    offloaded: tuple[str, ...] = ()
+    remat: str = "nothing_saveable"
+    loss_chunks: int = 8
     slices: int = 1
     accumulate: int = 1
-    options: dict[str, bool] | None = None
+    options: dict[str, bool | str] | None = None
+    dtype: str = "float32"
+    moment: str | None = None
+    rows: bool = False
+    fp8: bool = False
     note: str = ""
 
 
+_V6E = {**_NO_LOOPS, **_scoped(98304)}
 RUNS = (
-    Run(15, "v6e:2x4", "fsdp=8", offloaded=_V6E, options=_NO_LOOPS),
-    Run(21, "v5p:4x8x8", "data=4,fsdp=64", _AXLEARN),
+    Run(15, "v6e:2x4", "fsdp=8", _TRILLIUM, options=_V6E),
+    Run(21, "v5p:4x8x8", "data=4,fsdp=64", "save:q,k,v,context,out,up,down"),
     Run(22, "h100:32x8", "data=32,fsdp=8", _AXLEARN),
-    Run(8, "tpu7x:4x4x4", "fsdp=128", ("q", "k", "v", "context")),
+    Run(8, "tpu7x:4x4x4", "fsdp=128", "save:input,context,q,k,v", moment="bfloat16"),
     Run(24, "h100:32x8", "data=32,fsdp=8", _AXLEARN),
     Run(28, "h100:64x8", "data=4,fsdp=128", _AXLEARN),
-    Run(14, "v6e:4x4", "fsdp=16", offloaded=_V6E, options=_NO_LOOPS),
-    Run(23, "v5e:16x16", "fsdp=256", ("q", "k", "v", "out", "up", "down"), slices=4),
+    Run(14, "v6e:4x4", "fsdp=16", _TRILLIUM, options=_V6E),
+    Run(23, "v5e:16x16", "fsdp=256", "save:q,k,v,out,up,down", slices=4),
     Run(20, "v5e:16x16", "fsdp=256", _AXLEARN, slices=4),
-    Run(25, "v5e:16x16", "fsdp=256", offloaded=("q", "k", "v", "out", "up", "down"), slices=4),
-    Run(12, "v6e:4x8", "fsdp=32", offloaded=("q", "k", "v"), options=_NO_LOOPS),
-    Run(6, "tpu7x:4x8x8", "fsdp=512", ("k", "v"), ("down",)),
-    Run(18, "v5p:8x8x8", "fsdp=512", ("context",), ("down",)),
-    Run(26, "v6e:16x16", "fsdp=256", offloaded=("q", "k", "v"), slices=4),
-    Run(27, "v6e:16x16", "fsdp=256", offloaded=("q", "k", "v", "out"), accumulate=4),
-    Run(33, "b200:32x8", "fsdp=256", note=_FP8),
-    Run(34, "b200:32x8", "data=2,fsdp=128", note=_FP8),
-    Run(16, "v6e:2x4", "fsdp=8", offloaded=_V6E, options=_NO_LOOPS),
-    Run(13, "v6e:8x16", "fsdp=128", offloaded=_V6E, options=_NO_LOOPS),
-    Run(10, "v6e:16x16", "fsdp=256", slices=2),
+    Run(25, "v5e:16x16", "fsdp=256", "offload:q,k,v,out,up,down", slices=4, rows=True),
+    Run(12, "v6e:4x8", "fsdp=32", "offload:input,q,k,v", options=_V6E, dtype="bfloat16"),
+    Run(6, "tpu7x:4x8x8", "fsdp=512", "save:k,v+offload:input,down", 4, moment="bfloat16"),
+    Run(18, "v5p:8x8x8", "fsdp=512", "offload:context,down", 4),
+    Run(26, "v6e:16x16", "fsdp=256", "offload:input,q,k,v", slices=4, options=_V6E, rows=True),
+    Run(27, "v6e:16x16", "fsdp=256", "offload:q,k,v,out", accumulate=4, options=_V6E, rows=True),
+    Run(33, "b200:32x8", "fsdp=256", fp8=True),
+    Run(34, "b200:32x8", "data=2,fsdp=128", fp8=True),
+    Run(16, "v6e:2x4", "fsdp=8", _TRILLIUM, options=_V6E),
+    Run(13, "v6e:8x16", "fsdp=128", _TRILLIUM, options=_scoped(98304)),
+    Run(10, "2xv6e:16x16", "data=2,fsdp=256", loss_chunks=16, options=_scoped(122880)),
+    Run(11, "2xv6e:16x16", "fsdp=512", "offload:input", options=_scoped(98304)),
 )
 REASONS = {
     0: "fp8, and the model is not shipped", 1: "fp8, and the model is not shipped",
     2: "the model is not shipped", 3: "the model is not shipped",
     4: "the model is not shipped", 5: "the model is not shipped",
-    6: "needs 143.1 of 94.7 GiB: the inputs of its layers, which the run offloads, stay on the device",
     7: "fp8", 9: "fp8, and attention split over the sequence",
-    11: "the inputs of its layers, which the run offloads, stay on the device: 31.5 of 31.2 GiB",
-    12: "needs 79.1 of 31.2 GiB in its smallest form: 24.6 GiB of state, and the inputs of its layers, which the run offloads, stay on the device",
     17: "the row states neither batch nor length",
     19: "the model is not shipped",
     29: "the row states neither batch nor length", 30: "the row states neither batch nor length",
@@ -119,68 +139,106 @@ REASONS = {
 }  # fmt: skip
 
 
-def saving(config, names, offloaded):
-    """Returns a remat policy: keep the products with these kernels, and attention's results."""
-    shapes = {
-        "q": (config.width, config.heads, config.head_depth),
-        "k": (config.width, config.key_heads, config.head_depth),
-        "v": (config.width, config.key_heads, config.head_depth),
-        "out": (config.heads, config.head_depth, config.width),
-        "up": (config.width, 2, config.hidden),
-        "down": (config.hidden, config.width),
-    }
-    kept = {shapes[name] for name in names if name != "context"}
-    moved = {shapes[name] for name in offloaded}
-    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Settings of a recipe, besides its model and batch."""
 
-    def policy(primitive, *operands, **params):
-        if primitive.name == "dot_general":
-            if any(x.shape in moved for x in operands):
-                return offload(primitive, *operands, **params)
-            return any(x.shape in kept for x in operands)
-        if "context" not in names:
-            return False
-        if primitive.name in ("slice", "squeeze", "gather"):
-            # Of the log-sums that splash returns for 128 lanes, the one that it keeps.
-            return operands[0].dtype == "float32" and len(operands[0].shape) >= 3
-        return primitive.name == "pallas_call" or "dot_product_attention" in primitive.name
+    remat: str
+    loss_chunks: int
+    offload: str = ""
+    accumulate: int = 1
 
-    return policy
+    def __str__(self):
+        text = f"remat={self.remat}, loss_chunks={self.loss_chunks}"
+        text += f", offload={self.offload}" if self.offload else ""
+        return text + (f", accumulate={self.accumulate}" if self.accumulate > 1 else "")
 
 
-def attempts(run):
-    """Yields the run as published, and then what needs less memory, with what is different."""
-    yield run, ""
-    if run.saved or run.offloaded:
-        yield dataclasses.replace(run, saved=(), offloaded=()), "all recomputed"
-    # Parts of the batch, as few as split what each device has.
+def choices(run: Run):
+    """Yields settings, those of the row first, then what needs less memory."""
+    asked, parts = run.remat, run.accumulate
+    yield Choice(asked, run.loss_chunks, accumulate=parts)
+    if asked.startswith("save") and "context" in asked.partition("+")[0]:
+        yield Choice("save:context", 8, accumulate=parts)
+    if asked != "nothing_saveable":
+        yield Choice("nothing_saveable", 8, accumulate=parts)
+    if asked != "offload:input":
+        yield Choice("offload:input", 16, accumulate=parts)
+    yield Choice("offload:input", 16, offload="optimizer", accumulate=parts)
     devices = math.prod(int(size) for size in re.findall(r"=(\d+)", run.mesh))
-    each = int(ROWS[run.row]["global_batch_seqs"]) // (run.slices * run.accumulate * devices)
+    each = int(ROWS[run.row]["global_batch_seqs"]) // (run.slices * parts * devices)
     if each > 1:
-        parts = run.accumulate * next(n for n in range(2, each + 1) if each % n == 0)
-        note = f"all recomputed, {parts} parts"
-        yield dataclasses.replace(run, saved=(), offloaded=(), accumulate=parts), note
+        more = parts * next(n for n in range(2, each + 1) if each % n == 0)
+        yield Choice("offload:input", 16, accumulate=more)
 
 
-def recipe_of(run):
+def recipe_of(run: Run, choice: Choice | None = None):
+    """Returns the decoder's config and the recipe of a run, with its own settings or others."""
+    choice = choice or next(choices(run))
     row = ROWS[run.row]
     config = CONFIGS[row["model"].lower()]
-    policy = "nothing_saveable"
-    if run.saved or run.offloaded:
-        # A config names its policy, as those of JAX are named.
-        policy = f"_published_{run.row}"
-        setattr(jax.checkpoint_policies, policy, saving(config, run.saved, run.offloaded))
-    config = dataclasses.replace(config, scan=True, remat=policy)
+    config = dataclasses.replace(config, scan=True, remat=choice.remat, param_dtype=run.dtype)
     batch = int(row["global_batch_seqs"]) // run.slices, int(row["seq_len"])
     return config, sw.Recipe(
         model=lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
         loss=models.next_token_loss,
-        optimizer=optax.adamw(1e-4),
+        optimizer=optax.adamw(1e-4, mu_dtype=run.moment),
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
-        accumulate=run.accumulate,
+        accumulate=choice.accumulate,
+        loss_chunks=choice.loss_chunks,
+        offload=choice.offload,
         compiler_options=run.options,
     )
+
+
+def layout_of(run: Run, recipe: sw.Recipe):
+    """Returns where the parameters of a run are."""
+    rules = [{"**.up": PartitionSpec(None, "fsdp")}] if run.rows else []
+    return sw.layout(recipe.model, sw.mesh(run.mesh, on=run.on), [*rules, sw.fsdp("fsdp")])
+
+
+def compile_run(run: Run, choice: Choice):
+    """Returns a run, compiled for its chips."""
+    _, recipe = recipe_of(run, choice)
+    return sw.compile(recipe, layout_of(run, recipe))
+
+
+def settings_of(run: Run, choice: Choice):
+    """Returns what was compiled, in a few words."""
+    found = [str(choice)]
+    if run.dtype != "float32":
+        found.append(f"parameters and AdamW state in {run.dtype}")
+    if run.moment:
+        found.append(f"first moments in {run.moment}")
+    if run.options:
+        off = ["no collective matmul"] if _NO_LOOPS.keys() <= run.options.keys() else []
+        off += [
+            f"{int(n) // 1024} MiB of scoped memory" for k, n in run.options.items() if "kib" in k
+        ]
+        found += off
+    found += ["`up` split by rows"] if run.rows else []
+    found += ["products priced in fp8"] if run.fp8 else []
+    return ", ".join(found)
+
+
+def eight_bits(module, machine):
+    """Returns a step whose products are of 8 bits, and the same step in 16 bits, in seconds.
+
+    The library's own rate of such products; before each, its operands are read in 16 bits and
+    written in 8.
+    """
+    size = (8192, 8192, 8192)
+    rate = product_seconds(machine.gpu, "f8e4m3fn", *size) / product_seconds(
+        machine.gpu, "bf16", *size
+    )
+
+    def scale(price):
+        if price.kind != "product":
+            return 1.0
+        return rate + price.bytes / machine.gpu.bandwidth / price.seconds
+
+    return machine.schedule(module, scale).seconds, machine.schedule(module).seconds
 
 
 def flops_of(config, row, parameters):
@@ -197,99 +255,166 @@ def flops_of(config, row, parameters):
 def model(run, hlo=None):
     """Returns what is modelled of one run."""
     began = time.monotonic()
-    for attempt, note in attempts(run):
-        config, recipe = recipe_of(attempt)
-        mesh = sw.mesh(run.mesh, on=run.on)
-        layout = sw.layout(recipe.model, mesh, sw.fsdp("fsdp"))
-        compiled = sw.compile(recipe, layout)
+    for choice in choices(run):
+        compiled = compile_run(run, choice)
         if compiled.time is not None:
             break
-        print(f"{ROWS[run.row]['model']} on {run.on}, {note}: {compiled.verdict}", flush=True)
+        print(f"{ROWS[run.row]['model']} on {run.on}, {choice}: {compiled.verdict}", flush=True)
     else:
         raise ValueError("it fits in no form")
-    found = compiled.time
     spent = time.monotonic() - began
     if hlo:
         (hlo / f"{run.row}.hlo").write_text(compiled.hlo)
+    return modelled(run, choice, compiled, spent)
+
+
+def modelled(run, choice, compiled, spent):
+    """Returns what the table shows of a compiled run."""
+    found = compiled.time
+    config, recipe = recipe_of(run, choice)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(recipe.model)))
-    chip = CHIPS[run.on.partition(":")[0]]
-    # The gradient's all-reduce between slices, in float32 and not hidden.
-    chips = int(ROWS[run.row]["n_chips"]) // run.slices
-    between = 2 * (run.slices - 1) / run.slices * 4 * parameters / chips
-    between /= chip.network_bytes_per_second
+    between = between_slices(run, parameters)
+    factor = 1.0
+    if run.fp8:
+        narrow, wide = eight_bits(parse_hlo(compiled.hlo), compiled.machine)
+        factor = narrow / wide
     return {
-        "seconds": found.seconds + between,
-        "low": found.low + between,
-        "high": found.high + between,
+        "seconds": factor * found.seconds + between,
+        "low": factor * found.low + between,
+        "high": factor * found.high + between,
+        "seconds_in_16_bits": found.seconds,
         "between_slices": between,
         "parts": found.parts,
         "communication": [
             (",".join(c.axes), c.link, c.seconds, c.exposed) for c in found.communication
         ],
         "unpriced": found.unpriced,
-        "note": note,
+        "note": "" if choice == next(choices(run)) else "with less memory than published",
+        "settings": settings_of(run, choice),
         "fits": compiled.fits,
+        "memory": dataclasses.asdict(compiled.memory) if compiled.memory else None,
         "compile_seconds": spent,
+        "jax": jax.__version__,
     }
+
+
+def between_slices(run, parameters):
+    """Returns the seconds of the gradient's all-reduce between slices, in float32 and not hidden."""
+    chips = int(ROWS[run.row]["n_chips"]) // run.slices
+    moved = 2 * (run.slices - 1) / run.slices * 4 * parameters / chips
+    return moved / CHIPS[chip_of(run)].network_bytes_per_second
+
+
+def estimated(run):
+    """Returns what is estimated of one run, as published."""
+    _, recipe = recipe_of(run)
+    found = sw.estimate(recipe, layout_of(run, recipe))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(recipe.model)))
+    between = between_slices(run, parameters)
+    return {name: getattr(found, name) + between for name in ("seconds", "low", "high")}
+
+
+def chip_of(run):
+    """Returns the name of a run's chips: `v6e` of `2xv6e:16x16`."""
+    return parse_chips(run.on).chip.name
+
+
+def null_seconds(runs):
+    """Returns what a constant MFU says of each run: the median over the chip's other runs."""
+    least = {}
+    for run in runs:
+        config, recipe = recipe_of(run)
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(recipe.model)))
+        chip, row = CHIPS[chip_of(run)], ROWS[run.row]
+        peak = chip.bf16_flops_per_second * int(row["n_chips"])
+        least[run.row] = (chip.name, flops_of(config, row, parameters) / peak)
+    found = {}
+    for row, (chip, seconds) in least.items():
+        others = [
+            best / float(ROWS[other]["step_time_s"])
+            for other, (same, best) in least.items()
+            if other != row and same == chip
+        ]
+        own = float(ROWS[row]["step_time_s"])
+        found[row] = seconds / statistics.median(others) if others else own
+    return found
 
 
 def table(found):
     """Prints every row, the mean errors by chip, and what could not be modelled."""
     runs = [run for run in RUNS if str(run.row) in found]
-    chip_of = {run.row: run.on.partition(":")[0] for run in RUNS}
-    mfu = {}
-    for run in RUNS:
-        config, recipe = recipe_of(run)
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.eval_shape(recipe.model)))
-        row = ROWS[run.row]
-        peak = CHIPS[chip_of[run.row]].bf16_flops_per_second * int(row["n_chips"])
-        seconds = flops_of(config, row, parameters) / peak
-        mfu[run.row] = (seconds, seconds / float(row["step_time_s"]))
+    nulls = null_seconds(RUNS)
     print(
-        "| model | chips | layout | published s | modelled s | low to high | error | "
-        "exposed communication | null s | null's error | note |\n" + "| --- " * 11 + "|"
+        "| model | chips | layout | published s | compiled s | low to high | error | exposed "
+        "communication | estimated s | error | null s | error | settings |\n" + "| --- " * 13 + "|"
     )
-    errors, nulls = {}, {}
-    for run in sorted(runs, key=lambda run: (chip_of[run.row], run.row)):
-        row, one, chip = ROWS[run.row], found[str(run.row)], chip_of[run.row]
+    errors = []
+    for run in sorted(runs, key=lambda run: (chip_of(run), run.row)):
+        row, one = ROWS[run.row], found[str(run.row)]
         published = float(row["step_time_s"])
-        others = [mfu[r][1] for r in mfu if r != run.row and chip_of[r] == chip]
-        null = mfu[run.row][0] / statistics.median(others) if others else published
-        error, off = one["seconds"] / published - 1, null / published - 1
-        errors.setdefault(chip, []).append(error)
-        nulls.setdefault(chip, []).append(off)
-        slices = f"{run.slices} × " if run.slices > 1 else ""
-        exposed = one["parts"].get("communication", 0.0) + one["between_slices"]
-        print(
-            f"| {row['model']}, {row['global_batch_seqs']} × {row['seq_len']} | {slices}{run.on} | "
-            f"{run.mesh} | {published:g} | {one['seconds']:.2f} | "
-            f"{one['low']:.2f} to {one['high']:.2f} | {error:+.0%} | {exposed:.2f} | "
-            f"{null:.2f} | {off:+.0%} | {one['note'] or run.note} |"
-        )
-    print(
-        "\n| chip | rows | mean error | mean, signed | the null's mean error |\n"
-        + "| --- " * 5
-        + "|"
-    )
-    everything = (("all", sum(errors.values(), []), sum(nulls.values(), [])),)
-    for chip, these, others in [*((c, errors[c], nulls[c]) for c in sorted(errors)), *everything]:
-        size = [statistics.mean(map(abs, e)) for e in (these, others)]
-        print(
-            f"| {chip} | {len(these)} | {size[0]:.1%} | {statistics.mean(these):+.1%} | "
-            f"{size[1]:.1%} |"
-        )
+        guess, null = one.get("estimated", {}).get("seconds"), nulls[run.row]
+        cells = [
+            f"{row['model']}, {row['global_batch_seqs']} × {row['seq_len']}",
+            (f"{run.slices} × " if run.slices > 1 else "") + run.on,
+            run.mesh,
+            f"{published:g}",
+            *[""] * 4,
+            f"{guess:.2f}" if guess else "",
+            f"{guess / published - 1:+.0%}" if guess else "",
+            f"{null:.2f}",
+            f"{null / published - 1:+.0%}",
+            "; ".join(filter(None, (one.get("settings"), one.get("note"), run.note))),
+        ]
+        if "seconds" in one:
+            exposed = one["parts"].get("communication", 0.0) + one["between_slices"]
+            cells[4:8] = (
+                f"{one['seconds']:.2f}",
+                f"{one['low']:.2f} to {one['high']:.2f}",
+                f"{one['seconds'] / published - 1:+.0%}",
+                f"{exposed:.2f}",
+            )
+        print("| " + " | ".join(cells) + " |")
+        answers = one.get("seconds"), guess, null
+        errors.append((chip_of(run), [s / published - 1 if s else None for s in answers]))
+    summary(errors)
     print("\n| not modelled | chips | published s | why |\n| --- | --- | --- | --- |")
     for number, row in enumerate(ROWS):
         if str(number) not in found:
             why = REASONS.get(number, "can be modelled, not compiled yet")
-            print(
-                f"| {row['model']} | {row['n_chips']} {row['hardware']} | {row['step_time_s']} | {why} |"
-            )
+            where = f"{row['n_chips']} {row['hardware']}"
+            print(f"| {row['model']} | {where} | {row['step_time_s']} | {why} |")
+
+
+def summary(errors):
+    """Prints the mean errors by chip: compiled, estimated, and of the null model."""
+    print(
+        "\n| chips | compiled: rows | mean error | signed | the null's, same rows | "
+        "estimated: rows | mean error | signed | the null's, same rows |\n" + "| --- " * 9 + "|"
+    )
+    gpus = {"h100", "b200"}
+    names = sorted({chip for chip, _ in errors})
+    sets = [(name, {name}) for name in names]
+    sets += [("TPUs", set(names) - gpus), ("GPUs", gpus), ("all", set(names))]
+    for name, chosen in sets:
+        cells = [name]
+        for kind in (0, 1):
+            some = [e for chip, e in errors if chip in chosen and e[kind] is not None]
+            if not some:
+                cells += ["0", "", "", ""]
+                continue
+            own = [e[kind] for e in some]
+            cells += [
+                str(len(some)),
+                f"{statistics.mean(map(abs, own)):.1%}",
+                f"{statistics.mean(own):+.1%}",
+                f"{statistics.mean(abs(e[2]) for e in some):.1%}",
+            ]
+        print("| " + " | ".join(cells) + " |")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("model", "table"))
+    parser.add_argument("what", choices=("model", "estimate", "table"))
     parser.add_argument("file", type=pathlib.Path)
     parser.add_argument("--only", action="append", default=[], help="numbers of rows, from 0")
     parser.add_argument("--hlo", type=pathlib.Path, help="a folder for the optimised programs")
@@ -301,17 +426,20 @@ def main():
     for run in RUNS:
         if options.only and str(run.row) not in options.only:
             continue
+        one, published = found.setdefault(str(run.row), {}), float(ROWS[run.row]["step_time_s"])
         try:
-            found[str(run.row)] = model(run, options.hlo)
+            if options.what == "estimate":
+                new = one["estimated"] = estimated(run)
+            else:
+                new = model(run, options.hlo)
+                one.update(new)
         except Exception as fault:
             print(f"{run}: {type(fault).__name__}: {fault}", file=sys.stderr, flush=True)
             continue
         options.file.write_text(json.dumps(found, indent=1))
-        one, published = found[str(run.row)], float(ROWS[run.row]["step_time_s"])
         print(
-            f"{ROWS[run.row]['model']} on {run.on}: {one['seconds']:.2f} s, published {published} "
-            f"({one['seconds'] / published - 1:+.0%}; {one['compile_seconds']:.0f} s to compile; "
-            f"fits {one['fits']})",
+            f"{ROWS[run.row]['model']} on {run.on}: {new['seconds']:.2f} s, published {published} "
+            f"({new['seconds'] / published - 1:+.0%})",
             flush=True,
         )
 

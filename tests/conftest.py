@@ -2,6 +2,7 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,10 +18,12 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
+from forked import Forked
 from jax._src import compilation_cache, compilation_cache_interface
 from marks import marks_of
 
 from shardwise import _cli
+from shardwise._compile.toolchain import run as toolchain
 
 # XLA reads this when a backend starts. Most of the time goes into compiling: quickly is better
 # than well, and in one piece better than in many, where all cores have work anyway. What must hold
@@ -130,6 +133,29 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+class Imported:
+    """The module `subprocess` for what starts compilers, whose processes have imported JAX."""
+
+    Popen = Forked
+
+    def __getattr__(self, name):
+        return getattr(subprocess, name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_compilers():
+    """The compilers for absent chips are forked from a process that has imported JAX."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toolchain, "subprocess", Imported())
+        yield
+
+
+@pytest.fixture
+def fresh_compilers(monkeypatch):
+    """The compilers for absent chips are started as users start them."""
+    monkeypatch.setattr(toolchain, "subprocess", subprocess)
 
 
 @pytest.fixture

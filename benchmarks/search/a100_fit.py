@@ -1,7 +1,7 @@
 """Fits the constants of `a100_model.py`, and says how well they predict models left out.
 
     python benchmarks/search/a100_fit.py benchmarks/search/a100_layouts.csv            # minutes
-    python benchmarks/search/a100_fit.py benchmarks/search/a100_layouts.csv --by group
+    python benchmarks/search/a100_fit.py benchmarks/search/a100_layouts.csv --by row --folds 5
 
 The logarithms of predicted over measured times are fitted, with a loss that outliers do not rule.
 The few rows across nodes weigh as much as the many within one. Then each fold (by default each
@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import math
 import pathlib
+import zlib
 
 from a100 import read_rows, summary
 from a100_model import FITTED, NODE, Constants, step_seconds
@@ -48,7 +49,7 @@ def fit(rows, start=FITTED, steps=12):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=pathlib.Path)
-    parser.add_argument("--by", choices=("model", "group"), default="model")
+    parser.add_argument("--by", choices=("model", "group", "row"), default="model")
     parser.add_argument("--folds", type=int, default=12, help="at most so many folds")
     options = parser.parse_args()
     rows, _ = read_rows(options.file)
@@ -57,8 +58,13 @@ def main():
         print(f"    {name}={getattr(best, name):.4g},")
     predicted = [1e3 * step_seconds(row.layout, best) for row in rows]
     print("\nfitted to all rows\n\n" + "\n".join(summary(rows, predicted)), flush=True)
-    keys = [row.group[:4] if options.by == "model" else row.group for row in rows]
-    fold = {key: i % options.folds for i, key in enumerate(sorted(set(keys)))}
+    key = {
+        "model": lambda row: row.group[:4],
+        "group": lambda row: row.group,
+        "row": lambda row: (zlib.crc32(str(row.layout).encode()), row.layout),  # in random order
+    }[options.by]
+    keys = [key(row) for row in rows]
+    fold = {key: i % options.folds for i, key in enumerate(sorted(set(keys), key=str))}
     for left in range(max(fold.values()) + 1):
         kept = [row for row, key in zip(rows, keys, strict=True) if fold[key] != left]
         constants = fit(kept, best, steps=6)

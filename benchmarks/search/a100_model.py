@@ -3,7 +3,7 @@
 Each kernel of a layer is listed as Megatron launches it and priced with the library's own A100
 rates (`shardwise._time`): products by their shapes, everything else by the bytes it streams,
 collectives by their groups. What the library cannot know, because it is PyTorch's and not the
-chip's, is in `Constants`: nine numbers, fitted by `a100_fit.py`.
+chip's, is in `Constants`: eleven numbers, fitted by `a100_fit.py`.
 """
 
 import dataclasses
@@ -41,6 +41,9 @@ class Constants:
         overlap: the share of the shorter of launches and kernels that is not hidden behind the
             other if both take equally long, on one device.
         network: the share of the network's bandwidth that is left for one job.
+        arrival: seconds that each all-reduce of a tensor group waits for its slowest device.
+        crowding: how much longer the passes of a pipeline take, where each node has several
+            pipelines and each stage several nodes, for each doubling of both.
     """
 
     attention: float
@@ -52,18 +55,22 @@ class Constants:
     micro_launch: float
     overlap: float
     network: float
+    arrival: float
+    crowding: float
 
 
 FITTED = Constants(
-    attention=1.75,
-    logit_bytes=193.0,
-    gradient_bytes=17.5,
-    launch=3.19e-3,
-    straggle=8.2e-5,
-    unfused=0.99e-3,
-    micro_launch=2.76e-3,
-    overlap=0.244,
-    network=0.629,
+    attention=1.557,
+    logit_bytes=205.3,
+    gradient_bytes=16.05,
+    launch=3.149e-3,
+    straggle=7.433e-5,
+    unfused=1.052e-3,
+    micro_launch=3.072e-3,
+    overlap=0.2411,
+    network=0.6379,
+    arrival=5.024e-5,
+    crowding=0.0493,
 )
 
 
@@ -189,6 +196,12 @@ def cluster(devices, network):
     return dataclasses.replace(chips, chip=slower)
 
 
+@functools.cache
+def collective(chips, kind, size, group):
+    """Returns the seconds of a collective among these devices."""
+    return gpu_seconds(chips, kind, size, [group]).seconds
+
+
 def overlapped(launches, kernels, tensor, constants):
     """Returns how long a stretch of work takes that Python launches while the device runs.
 
@@ -211,6 +224,11 @@ def one_f_one_b(forward, backward, transfer, micros):
         micros: how many micro batches there are.
     """
     stages = len(forward)
+    if micros > 4 * stages:
+        # Once the pipeline is full, each further micro batch takes as long as the slowest stage.
+        further = micros - 4 * stages
+        slowest = max(f + b for f, b in zip(forward, backward, strict=True))
+        return one_f_one_b(forward, backward, transfer, 4 * stages) + further * slowest
     clocks = [0.0] * stages
     done = [([], []) for _ in range(stages)]  # when each forward and backward pass ended
 
@@ -244,7 +262,8 @@ def stage_seconds(layout, constants, chips):
     reduced = 0.0
     if tensor > 1:
         # Two all-reduces in each pass of a layer.
-        reduced = 2 * gpu_seconds(chips, "all-reduce", size, [range(tensor)]).seconds
+        one = collective(chips, "all-reduce", size, range(tensor))
+        reduced = 2 * (one + constants.arrival)
     passes = layer_passes(width, layout.heads, layout.sequence, micro, tensor)
     kernels = [
         p.products + constants.attention * p.attention + p.streamed + reduced for p in passes
@@ -287,13 +306,17 @@ def step_seconds(layout, constants=FITTED):
     """Returns the modelled seconds of one training step."""
     tensor, data, stages = layout.tensor, layout.data, layout.pipeline
     chips = cluster(layout.devices, constants.network)
-    forward, backward = zip(*stage_seconds(layout, constants, chips), strict=True)
+    slower = 1.0
+    if stages > 1 and 1 < tensor < NODE < tensor * data:
+        # What makes them slower is not known: see a100.md.
+        slower += constants.crowding * math.log2(NODE / tensor) * math.log2(tensor * data / NODE)
+    passes = [[slower * x for x in pair] for pair in stage_seconds(layout, constants, chips)]
+    forward, backward = zip(*passes, strict=True)
     transfer = 0.0
     if stages > 1:
         # Ranks count tensor first, pipeline last. Each device of a tensor group sends its part.
         size = 2 * layout.micro_batch * layout.sequence * layout.width / tensor
-        pair = [0, data * tensor]
-        transfer = gpu_seconds(chips, "collective-permute", size, [pair]).seconds
+        transfer = collective(chips, "collective-permute", size, (0, data * tensor))
     seconds = one_f_one_b(forward, backward, transfer, layout.micros)
     table = VOCAB * layout.width / tensor
     layers = math.ceil(layout.layers / stages)
@@ -301,11 +324,11 @@ def step_seconds(layout, constants=FITTED):
     if data > 1:
         # Gradients are reduced in 16 bits after the last micro batch.
         group = range(0, data * tensor, tensor)
-        seconds += gpu_seconds(chips, "all-reduce", 2 * held, [group]).seconds
+        seconds += collective(chips, "all-reduce", 2 * held, group)
     if stages > 1:
         # The first and the last stage share the table of the embedding.
-        ends = [0, data * tensor * (stages - 1)]
-        seconds += gpu_seconds(chips, "all-reduce", 2 * table, [ends]).seconds
+        ends = (0, data * tensor * (stages - 1))
+        seconds += collective(chips, "all-reduce", 2 * table, ends)
     return seconds + OPTIMIZER_BYTES * held / RATES.bandwidth
 
 

@@ -27,6 +27,8 @@ from ._layout import load_layout as load_layout
 from ._layout import replicate as replicate
 from ._layout import stages as stages
 from ._layout import tensor as tensor
+from ._layout import zero1 as zero1
+from ._layout import zero2 as zero2
 from ._mesh import mesh as mesh
 from ._nnx import Leaf as Leaf
 from ._nnx import Opinion as Opinion
@@ -35,8 +37,11 @@ from ._parallel import Pipeline as Pipeline
 from ._parallel import Timetable as Timetable
 from ._parallel import pipeline as pipeline
 from ._parallel import sequence_parallel_attention as sequence_parallel_attention
+from ._place import Move as Move
+from ._place import Transfer as Transfer
 from ._place import init as init
 from ._place import shard as shard
+from ._place import transfer as transfer
 from ._processes import LostProcess as LostProcess
 from ._processes import Processes as Processes
 from ._processes import ProcessesDiffer as ProcessesDiffer
@@ -62,3 +67,11 @@ from ._train import data as data
 from ._train import fit as fit
 from ._train import train_state as train_state
 from ._train import train_step as train_step
+from ._weights import Name as Name
+from ._weights import ProposedNames as ProposedNames
+from ._weights import WeightsError as WeightsError
+from ._weights import WeightsPreflight as WeightsPreflight
+from ._weights import check_weights as check_weights
+from ._weights import load as load
+from ._weights import propose_names as propose_names
+from ._weights import save_weights as save_weights

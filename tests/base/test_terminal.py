@@ -16,6 +16,7 @@ import pages
 import pytest
 import schemas
 import typer
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
@@ -24,12 +25,12 @@ from shardwise._base import terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
 from shardwise._cli import complete
-from shardwise._cli.bars import bar
-from shardwise._cli.tree import tree_text
+from shardwise._cli.planning.bars import bar
+from shardwise._cli.planning.tree import tree_text
 from shardwise._compile.result import Part
 from shardwise._layout.strategies import flatten_rules
 from shardwise._nnx.recipe import remat_policy
-from shardwise.examples import decoder
+from shardwise.examples import decoder, text
 from shardwise.models import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
@@ -67,6 +68,9 @@ recipe = sw.Recipe(
     "rules.toml": '[[rules]]\n"blocks.*.kernel" = "P(\'data\')"',
     "wrong.toml": '[[rules]]\n"blocks.*.kernel" = "P(\'date\')"',
 }
+for _name, _spec in (("old.json", P("data")), ("new.json", P())):
+    _rules = {"**.embedding": _spec}
+    FILES[_name] = sw.layout(decoder.make, sw.mesh("data=2", on="none"), _rules).lockfile()
 MESH = ("--mesh", "data=8", "--on", "cpu:8", "--strategy", "fsdp")
 TRAIN = ("train", "train.py:recipe", *MESH, "--data", "tokens.npy", "--length", "128")
 
@@ -101,6 +105,7 @@ JSON = {
         "search",
         0,
     ),
+    "transfer": (("transfer", "old.json", "new.json", "--limit", "1GiB"), "transfer", 0),
     "chips": (("chips",), "chips", 0),
     "models": (("models",), "models", 0),
     "doctor": (("doctor",), "doctor", 0),
@@ -133,6 +138,13 @@ def test_json_of_a_run_and_its_checkpoints(run, folder):
     for more, schema in (((), "checkpoints"), (target, "preflight")):
         _, out, _ = run("checkpoints", "runs/a", *more, "--format", "json")
         schemas.validate(schema, json.loads(out))
+    sw.save_weights(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), folder / "weights.safetensors")
+    for action, status in (("check", 1), ("load", 1)):
+        found, out, _ = run(
+            "weights", action, "train.py:recipe", "weights.safetensors", *MESH, "--format", "json"
+        )
+        schemas.validate("weights", json.loads(out))
+        assert found == status and json.loads(out)["findings"][0]["code"] == "SW601"
     (folder / "runs/a/2/about/about.json").unlink()
     rows = json.loads(run("checkpoints", "runs/a", "--format", "json")[1])
     schemas.validate("checkpoints", rows)
@@ -140,8 +152,14 @@ def test_json_of_a_run_and_its_checkpoints(run, folder):
 
 
 def test_every_schema_is_tested_and_every_command_has_one():
-    used = {schema for _, schema, _ in JSON.values()} | {"train", "checkpoints", "preflight"}
-    assert used | {"leaf", "finding"} == set(schemas.SCHEMAS)
+    used = {schema for _, schema, _ in JSON.values()} | {
+        "train",
+        "checkpoints",
+        "preflight",
+        "weights",
+    }
+    # tests/cli/test_generate_cli.py has that of generate.
+    assert used | {"leaf", "finding", "generate"} == set(schemas.SCHEMAS)
     for name, command in commands():
         if name not in ("demo", "launch", "report"):
             assert any(param.name == "format" for param in command.params), name
@@ -322,7 +340,7 @@ def test_a_command_on_a_terminal_shows_progress_and_cleans_up(run):
 
 def test_a_narrow_terminal_cuts_nothing_off():
     code = (
-        "from shardwise._base.terminal import tell; from shardwise._cli.bars import bar; from shardwise._compile.result import Part\n"
+        "from shardwise._base.terminal import tell; from shardwise._cli.planning.bars import bar; from shardwise._compile.result import Part\n"
         "tell(bar([Part('parameters', 2**33, 'exact')], 2**34)); tell('x' * 300)"
     )
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))
@@ -345,7 +363,10 @@ COMPLETED = {
     "chips": ("shardwise plan x --on v5", {"v5e:4x4", "v5p:4x4x4"}),
     "devices": ("shardwise compile x --on c", {"cpu:8"}),
     "models": ("shardwise plan llama3", {name for name in CONFIGS if name.startswith("llama3")}),
-    "strategies": ("shardwise check x --strategy f", {"fsdp", "fsdp+tensor", "fsdp+pipeline"}),
+    "strategies": (
+        "shardwise check x --strategy f",
+        {"fsdp", "fsdp+tensor", "fsdp+pipeline", "fsdp+expert", "fsdp+sequence"},
+    ),
     "policies": ("shardwise compile x --remat no", {"none", "nothing_saveable"}),
     "formats": ("shardwise check x --format ", {"text", "concise", "json", "github"}),
     "options": ("shardwise plan x --tr", {"--tree"}),
@@ -393,7 +414,9 @@ def test_other_shells_complete(shell):
 
 def test_completions_are_valid():
     for name in complete.STRATEGIES:
-        assert flatten_rules(name, {"data": 2, "model": 4, "pipe": 2})
+        sizes = {"data": 2, "model": 4, "pipe": 2, "expert": 2, "sequence": 2}
+        # A sequence axis splits the batch alone: no rule for leaves.
+        assert flatten_rules(name, sizes) or name == "sequence"
     for on in complete.complete_devices(""):
         if on not in ("here", "none", "cpu:8"):
             assert sw.mesh({"data": -1}, on=on).size > 1
@@ -424,17 +447,18 @@ def commands():
 
 
 MINE = ("plan", "check", "compile", "train", "checkpoints", "chips", "models", "doctor")
-MINE = (*MINE, "explain")  # and those of search, in tests/cli/test_search_cli.py
+MINE = (*MINE, "explain", "weights")  # and those of search, in tests/cli/test_search_cli.py
 
 
-def test_every_example_of_a_help_runs(run):
+def test_every_example_of_a_help_runs(run, folder):
     """One after the other, in one folder; tests/cli/test_cli_run.py runs those of demo and launch."""
     shown = [
         line
         for words in ((), *((name,) for name in MINE))
         for line in pages.help_examples(run(*words, "--help")[1])
     ]
-    assert len(shown) >= 17
+    assert len(shown) >= 21
+    sw.save_weights(text.recipe.model(), folder / "weights")
     done = {f"shardwise {shlex.join(words)} --format json" for words, _, _ in JSON.values()}
     for line in dict.fromkeys(line for line in shown if line not in done):
         status, out, err = run(*shlex.split(line)[1:])

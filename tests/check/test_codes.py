@@ -1,6 +1,8 @@
 """Every code: its page, a case with the finding and a case without, and the text that it prints."""
 
+import dataclasses
 import json
+import os
 import re
 import tempfile
 from pathlib import Path
@@ -98,6 +100,30 @@ def preflight(saved, wanted, *, rules="dp", tx=None, wanted_tx=None):
         return checkpoints.preflight(after, layout).findings
 
 
+def weights(saved, wanted, *, damage=None, **options):
+    """Checks the weights of one model before they are loaded as another."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "weights"
+        sw.save_weights(saved(), path, **options.pop("saving", {}))
+        if damage is not None:
+            damage(path)
+        found = sw.check_weights(wanted, sw.layout(wanted, none("data=8"), "dp"), path, **options)
+    return [dataclasses.replace(f, path=f.path.removeprefix(f"{path}/")) for f in found.findings]
+
+
+def shorten(path):
+    """Cuts off the last bytes of a file."""
+    os.truncate(path / "model.safetensors", 200)
+
+
+def ints():
+    init = nnx.initializers.ones
+    return nnx.Linear(8, 16, use_bias=False, param_dtype="int8", kernel_init=init, rngs=rngs())
+
+
+TURNED = {"w": sw.Name("kernel", permute=(1, 0))}
+
+
 def compiled(make, axes, rules, inputs, on="cpu:8"):
     """Returns the findings of a compiled forward pass.
 
@@ -186,6 +212,7 @@ def test_page_runs(code):
             "print(f.check(",
             "print(checkpoints.preflight(",
             "print(sw.compile(",
+            "print(sw.check_weights(",
         )
     )
     assert "\nassert " in instead
@@ -391,6 +418,60 @@ POSITIVE = {
         "real devices would deadlock: move the collective out, or branch on a value that is the "
         "same on all of them",
     ),
+    "SW601": (
+        lambda: weights(linear(bias=True), linear()),
+        "bias",
+        "no name matches this key of F32[16]",
+        "add a name for it, or map it to None if it is not needed",
+    ),
+    "SW602": (
+        lambda: weights(linear(), linear(bias=True)),
+        "bias",
+        "no key of the checkpoint goes to this leaf, float32[16]",
+        "add a name for it; allow={'SW602': …} initialises leaves instead",
+    ),
+    "SW603": (
+        lambda: weights(linear(), linear(), names={"kernel": ["kernel", "kernel"]}),
+        "kernel",
+        "kernel and kernel both fill all of it",
+        "map one of them to None, or mark it with tie=True if it repeats the other",
+    ),
+    "SW604": (
+        lambda: weights(linear(), linear(), saving={"names": TURNED}, names={"w": "kernel"}),
+        "w",
+        "F32[16, 8] does not fit kernel of shape (8, 16): it is (16, 8), where (8, 16) is needed",
+        "correct the name, or build the model with the sizes of this checkpoint",
+    ),
+    "SW605": (
+        lambda: weights(ints, linear()),
+        "kernel",
+        "the checkpoint has I8[8, 16], but kernel is float32[8, 16]",
+        "quantised weights need a model of that dtype",
+    ),
+    "SW606": (
+        lambda: weights(linear(), linear(param_dtype="bfloat16")),
+        "kernel",
+        "the checkpoint has F32, and is rounded to bfloat16",
+        "build the model with the dtype of the checkpoint, if that is not intentional",
+    ),
+    "SW607": (
+        lambda: weights(linear(), linear(), damage=shorten),
+        "model.safetensors",
+        "'kernel' in the header has the bytes 0 to 512 of the data, which has 96: the file is "
+        "truncated, or the header is damaged",
+        "download or write the file again",
+    ),
+    "SW608": (
+        lambda: weights(
+            linear(bias=True),
+            linear(bias=True),
+            saving={"max_file_bytes": 1},
+            damage=lambda path: (path / "model-00002-of-00002.safetensors").unlink(),
+        ),
+        "model-00002-of-00002.safetensors",
+        "the index names this file for 1 tensor, such as kernel, but it is not there",
+        "copy the whole folder, or download the missing files",
+    ),
 }
 
 # Close to the positive case, but without any finding.
@@ -425,6 +506,16 @@ NEGATIVE = {
     "SW501": lambda: simulated(lambda x: jax.lax.psum(x, "data")),
     "SW502": lambda: simulated(lambda x: jax.lax.all_gather(x, "data"), check_vma=False),
     "SW503": lambda: simulated(lambda x: x + jax.lax.psum(x, "data"), "data"),
+    "SW601": lambda: weights(linear(bias=True), linear(bias=True)),
+    "SW602": lambda: weights(linear(), linear(bias=True), allow={"SW602": "bias"}),
+    "SW603": lambda: weights(
+        linear(), linear(), names={"kernel": ["kernel", sw.Name("kernel", tie=True)]}
+    ),
+    "SW604": lambda: weights(linear(), linear(), saving={"names": TURNED}, names=TURNED),
+    "SW605": lambda: weights(ints, ints),
+    "SW606": lambda: weights(linear(param_dtype="bfloat16"), linear()),
+    "SW607": lambda: weights(linear(), linear()),
+    "SW608": lambda: weights(linear(bias=True), linear(bias=True), saving={"max_file_bytes": 1}),
 }
 
 

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import Forked
 
 import shardwise as sw
 from shardwise._chips.chips import CHIPS
@@ -453,7 +454,7 @@ def test_nothing_is_on_stderr_in_a_plain_environment(folder, on):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_killed_in_the_middle_nothing_is_left(folder, number):
-    process = subprocess.Popen(
+    process = Forked(
         [sys.executable, "-m", "shardwise", *STEP, *TPU, "--save", "step.json"],
         env=plain_environment(folder),
         stdout=subprocess.PIPE,

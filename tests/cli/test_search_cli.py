@@ -65,7 +65,7 @@ def commands_in(out):
 
 
 def test_the_table_comes_with_the_ends_of_the_front(run):
-    status, out, err = run(*SEARCH, "--price", "h100=3")
+    status, out, err = run(*SEARCH, "--axis", "sequence=1", "--price", "h100=3")
     assert status == 0
     assert out.splitlines()[0].split()[:3] == ["mesh", "strategy", "remat"]
     for name in ("fastest", "smallest", "cheapest"):
@@ -111,6 +111,26 @@ def test_the_commands_to_go_on_with_ask_for_what_was_found(run, folder):
     trained = json.loads(out)
     assert trained["axes"] == "fsdp=4" and trained["last_step"] == 2
     assert trained["bytes_per_device"] == shown["bytes_per_device"]
+
+
+def test_one_file_trains_as_proposed(run, folder):
+    """The lockfile of a search has the step too; options win over it, and that is said."""
+    np.save(folder / "tokens.npy", np.arange(20_000, dtype="uint16") % 64)
+    fixed = ("--accumulate", "2", "--remat", "nothing_saveable", "--mesh", "fsdp=4")
+    assert run(*SEARCH, *fixed, "--save", "layout.json")[0] == 0
+    saved = json.loads((folder / "layout.json").read_text(encoding="utf-8"))
+    assert saved["step"]["accumulate"] == 2 and saved["step"]["remat"] == "nothing_saveable"
+    train = ("train", "tower.py:recipe", "--layout", "layout.json", "--steps", "1", "--on", "cpu:4")
+    data = ("--data", "tokens.npy", "--length", "32")
+    status, _, err = run(*train, *data)
+    assert not status
+    assert "note: layout.json sets --remat nothing_saveable --accumulate 2" in err
+    status, _, err = run(*train, *data, "--accumulate", "1")
+    assert not status and "--accumulate 1 is used in place of --accumulate 2 in layout.json" in err
+    saved["step"]["speed"] = 3
+    (folder / "layout.json").write_text(json.dumps(saved), encoding="utf-8")
+    status, _, err = run(*train, *data)
+    assert status == 2 and "layout.json is a damaged layout" in err and "'speed'" in err
 
 
 def test_a_saved_layout_takes_the_place_of_mesh_and_strategy(run):
@@ -185,11 +205,13 @@ ERRORS = {
     "devices": (("search", "tower.py:recipe", "--on", "cpu:4"), "--on cpu:4 has no known speed: name chips, such as --on v5p:4x8x8 or --on h100:1x8"),
     "chip": (("search", "tower.py:recipe", "--on", "x100:1x4"), "--on x100:1x4 does not name a known chip"),
     "mesh": ((*SEARCH, "--mesh", "data=3"), "--mesh has 3 devices, but h100:1x4 has 4"),
-    "mesh's axis": ((*SEARCH, "--mesh", "rows=4"), "--mesh has the axis 'rows': a search has data, fsdp and model"),
-    "axis": ((*SEARCH, "--axis", "expert=4"), "--axis has 'expert': a search has the axes data, fsdp and model"),
+    "mesh's axis": ((*SEARCH, "--mesh", "rows=4"), "--mesh has the axis 'rows': a search has the axes pipe, data, fsdp, expert, sequence, model"),
+    "axis": ((*SEARCH, "--axis", "rows=4"), "--axis has the axis 'rows': a search has the axes pipe, data, fsdp, expert, sequence, model"),
     "axis' size": ((*SEARCH, "--axis", "model"), "--axis 'model': write model=8"),
     "price": ((*SEARCH, "--price", "h100=x"), "--price h100=x: give dollars for an hour of one chip, such as 4.20"),
     "limit": ((*SEARCH, "--limit", "0"), "--limit must be positive, got 0"),
+    "batch per device": ((*SEARCH, "--batch-per-device", "-1"), "--batch-per-device '-1': give a number of samples, or free"),
+    "offload": ((*SEARCH, "--offload", "weights"), "a recipe's offload must be 'optimizer', 'ema' or both"),
     "remat": ((*SEARCH, "--remat", "dots"), "--remat 'dots' is not a policy"),
     "nothing": ((*SEARCH, "--axis", "fsdp=3"), "nothing was priced; nothing to try on h100:1x4"),
     "batch": (("search", "llama3-8b", "--on", "h100"), "--on h100 asks how many chips llama3-8b takes, which depends on the batch: give one, such as --batch 256x4096"),

@@ -40,6 +40,7 @@ from shardwise._hlo.program import parse_hlo
 # --- collectives by hand, by the real compilers ---------------------------------------------------
 
 
+@pytest.mark.usefixtures("fresh_compilers")
 @pytest.mark.parametrize("on", ["h100:1x8", "v5e:2x4"])
 def test_fsdp_gathers_kernels_and_scatters_gradients(on):
     compiled = sw.compile(recipe(), layout_of("data=8", FSDP, on=on))
@@ -52,6 +53,19 @@ def test_fsdp_gathers_kernels_and_scatters_gradients(on):
     assert compiled.flops == (6 * 2 - 2) * WIDTH * HIDDEN * 4096 // 8
     assert compiled.fits is True and compiled.refused == ""
     assert compiled.memory.capacity == CHIPS[on.partition(":")[0]].capacity_bytes
+
+
+@pytest.mark.parametrize(("on", "accumulate"), [("h100:1x8", 1), ("v5e:2x4", 1), ("h100:1x8", 4)])
+def test_zero_scatters_gradients_and_gathers_weights(on, accumulate):
+    """Together they send what one all-reduce sends; with zero2, gradients for each microbatch."""
+    given = dataclasses.replace(recipe(), accumulate=accumulate, clip=1.0)
+    for rule, times in ((sw.zero1, 1), (sw.zero2, accumulate)):
+        compiled = sw.compile(given, layout_of("data=8", rule("data", min_bytes=0), on=on))
+        found = counted(compiled)
+        assert found["data", "all-gather"][1] == 2 * 7 * SHARD
+        assert found["data", "reduce-scatter"][1] == times * 2 * 7 * SHARD
+        rest = [sent for (_, kind), (_, sent) in found.items() if kind == "all-reduce"]
+        assert sum(rest) <= (1 + accumulate) * ring(4, 8) and not compiled.findings
 
 
 @pytest.mark.parametrize("on", ["h200:2x4", "v5p:2x2x2"])
@@ -327,6 +341,7 @@ def test_kernels_that_cannot_be_counted_are_named(on, name):
         ("v5e:16x32", "data=512", "the compiler for on='v5e:16x32' was killed by signal 6"),
     ],
 )
+@pytest.mark.usefixtures("fresh_compilers")
 def test_an_impossible_topology(on, axes, told, monkeypatch):
     """`sw.mesh` refuses those that are known; of others the compiler's own words are told."""
     monkeypatch.setattr(chips, "_require_topology", lambda *_: None)

@@ -85,7 +85,7 @@ ORDER = {
 }
 NO_OPINION = {
     "small": (sw.fsdp("data", min_bytes=2049), "2,048 bytes are fewer than min_bytes=2,049"),
-    "taken": ([{"**": P("data")}, sw.fsdp("data", "model", min_bytes=0)], "an earlier rule already uses axis 'data'"),
+    "taken": ([{"**": P("data")}, sw.fsdp("data", min_bytes=0)], "an earlier rule already uses axis 'data'"),
     "indivisible": (sw.fsdp("seq", min_bytes=0), "no free dim of (16, 32) is divisible by 3"),
     "faulty": ([{"**.kernel": P("modle")}, sw.fsdp("data", min_bytes=0)], "an earlier rule's spec does not fit the leaf"),
 }
@@ -93,7 +93,7 @@ NO_OPINION = {
 FORM = "give a dict of path patterns, a function of a leaf, a strategy such as sw.fsdp('data') or its name, or a list of these"
 STEPS = "is not a path pattern: separate steps with dots, such as 'layers.*.kernel' (one step) or '**.kernel' (any number of steps)"
 SPEC = "a rule gives a PartitionSpec, or None for no opinion"
-KNOWN = "use 'dp', 'fsdp', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor'"
+KNOWN = "use 'dp', 'fsdp', 'zero1', 'zero2', 'expert', 'sequence', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor'"
 TO = "is not an axis: give an axis name, a tuple of them, or None"
 REFUSED = {
     "model": (lambda: lay(3), "the model is 3, an int: give an nnx.Module, or a function of no arguments that returns one"),
@@ -119,8 +119,8 @@ REFUSED = {
     "tensor of two": (lambda: sw.tensor(("data", "model")), "tensor(('data', 'model')) needs the name of one axis"),
     "unknown": (lambda: lay(mlp, "fsdp+zero"), f"unknown strategy 'fsdp+zero': {KNOWN}"),
     "empty": (lambda: lay(mlp, ""), f"unknown strategy '': {KNOWN}"),
-    "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and either dp or fsdp"),
-    "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and either dp or fsdp"),
+    "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and either dp or fsdp, zero1 or zero2"),
+    "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and either dp or fsdp, zero1 or zero2"),
     "no axis for fsdp": (lambda: lay(mlp, "fsdp", "x=2"), "strategy 'fsdp' needs an axis named 'fsdp' or 'data', but the mesh has x=2: rename one, or use sw.fsdp(axis)"),
     "no axis for tensor": (lambda: lay(mlp, "tensor", "x=2"), "strategy 'tensor' needs an axis named 'tensor' or 'tp' or 'model', but the mesh has x=2: rename one, or use sw.tensor(axis)"),
     "logical": (lambda: lay(named, logical={"mlp": 3}), f"logical={{'mlp': 3}} {TO}"),
@@ -145,6 +145,13 @@ def test_fsdp_leaves_a_leaf_unsplit(case):
     rules, reason = NO_OPINION[case]
     leaf = lay(mlp, rules, "data=2,model=4,seq=3")["up.kernel"]
     assert (leaf.trail[-1].spec, leaf.trail[-1].reason) == (None, reason)
+
+
+def test_fsdp_takes_the_axes_that_are_left():
+    rules = [{"up.kernel": P("data")}, sw.fsdp("data", "model", min_bytes=0)]
+    laid_out = lay(mlp, rules, "data=2,model=4")
+    assert laid_out["up.kernel"].spec == P("data", "model")
+    assert laid_out["down.kernel"].copies == 1
 
 
 class Gpt(nnx.Module):

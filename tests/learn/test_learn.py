@@ -32,6 +32,7 @@ def test_there_are_pages():
         "search",
         "step_time",
         "training",
+        "weights",
         "index",
         "into_a_mesh",
         "parallelism",

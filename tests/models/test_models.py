@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import re
-import subprocess
 import sys
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,7 +105,10 @@ REJECTED = {
     "heads": ({"width": 65}, "width 65 is not a multiple of heads 8: set depth="),
     "kv-heads": ({"kv_heads": 3}, "heads 8 is not a multiple of kv_heads 3"),
     "odd": ({"depth": 7}, "depth 7 is odd"),
-    "window": ({"window": 4}, "period 1 and window 4 do not go together"),
+    "no-period": ({"period": 0}, "period 0 and window None do not go together"),
+    "bands": ({"rope_bands": (4.0, 1.0, 64)}, "rope_bands must be (low, high, length) with"),
+    "cap": ({"attention_cap": 0.0}, "attention_cap must be positive, got 0.0"),
+    "theta": ({"rope_theta": -1.0}, "rope_theta must be positive, got -1.0"),
     "period": ({"period": 4}, "period 4 and window None do not go together"),
     "no-window": ({"window": 0, "period": 2}, "window must be a positive integer, got 0"),
     "activation": ({"activation": "relu"}, "activation must be silu or gelu, got 'relu'"),
@@ -114,6 +117,7 @@ REJECTED = {
         "chosen must be between 1 and the number of experts, 2, got 3",
     ),
     "capacity": ({"capacity": 1.0}, "capacity is 1.0 and experts is None"),
+    "param-dtype": ({"param_dtype": "int8"}, "param_dtype must be float32, bfloat16 or float16"),
     "saved": (
         {"remat": "save:q,w"},
         "remat 'save:q,w' names w: the activations of a block are input",
@@ -128,6 +132,29 @@ def test_invalid_configs_are_rejected(case):
     change, words = REJECTED[case]
     with pytest.raises(ValueError, match=re.escape(words)):
         dataclasses.replace(SMALL, **change)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_parameters_have_the_dtype_of_the_config(scan):
+    config = dataclasses.replace(GEMMA, scan=scan)
+    wide, narrow = (
+        nnx.eval_shape(make(dataclasses.replace(config, param_dtype=dtype)))
+        for dtype in ("float32", "bfloat16")
+    )
+    shapes = zip(*(nnx.to_flat_state(nnx.state(model)) for model in (wide, narrow)), strict=True)
+    for (path, one), (same, other) in shapes:
+        assert path == same and one.shape == other.shape
+        assert one.out_sharding == other.out_sharding
+        assert (one.dtype, other.dtype) == (jnp.float32, jnp.bfloat16)
+    # AdamW's moments too: what stays on the devices between steps is halved.
+    sizes = [
+        sum(
+            x.size * x.dtype.itemsize
+            for x in jax.tree.leaves(nnx.eval_shape(optax.adamw(1e-3).init, state))
+        )
+        for state in (nnx.state(wide, nnx.Param), nnx.state(narrow, nnx.Param))
+    ]
+    assert sizes[0] - 2 * sizes[1] == -4  # the count of steps
 
 
 def unrolled(model, config):
@@ -199,11 +226,11 @@ def test_local_layers_see_their_window_and_no_layer_the_future():
 
 def test_scaled_positions_are_divided_positions():
     x = jax.random.normal(jax.random.key(0), (1, 17, 1, 8))
-    from shardwise.models._layers import rotate
+    from shardwise.models._layers import Rope
 
     np.testing.assert_allclose(
-        rotate(jnp.broadcast_to(x[:, :1], x.shape), 1e4, 8.0)[:, ::8],
-        rotate(jnp.broadcast_to(x[:, :1], (1, 3, 1, 8)), 1e4),
+        Rope(1e4, 8.0).rotate(jnp.broadcast_to(x[:, :1], x.shape))[:, ::8],
+        Rope(1e4).rotate(jnp.broadcast_to(x[:, :1], (1, 3, 1, 8))),
         atol=1e-5,
     )
 
@@ -376,7 +403,7 @@ COMPILE = """
 import dataclasses, re, sys
 import jax
 jax.config.update("jax_num_cpu_devices", 8)
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1:]
 import shardwise as sw
 import test_models as t
 for case, scan in (("fsdp", False), ("fsdp+tensor", True)):
@@ -393,9 +420,8 @@ for case, scan in (("fsdp", False), ("fsdp+tensor", True)):
 
 
 def test_no_device_holds_activations_of_the_whole_batch(request):
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(request.path.parent)], capture_output=True, text=True
-    )
+    folders = [str(request.path.parent), str(request.path.parents[1] / "support")]
+    done = forked.run([sys.executable, "-c", COMPILE, *folders])
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["fsdp False []", "fsdp+tensor True []"]
     assert "Involuntary full rematerialization" not in done.stderr
@@ -431,18 +457,22 @@ def qkv(heads, kv_heads, depth, length=256):
     return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
 
 
-SPLASH = {"grouped": (4, 2, 64, None), "window": (4, 1, 128, 100)}
+SPLASH = {
+    "grouped": (4, 2, 64, None, None),
+    "window": (4, 1, 128, 100, None),
+    "capped": (4, 2, 64, 100, 0.5),
+}
 
 
 @pytest.mark.parametrize("case", SPLASH)
 def test_splash_attention_is_attention(case):
-    heads, kv_heads, depth, window = SPLASH[case]
+    heads, kv_heads, depth, window, cap = SPLASH[case]
     q, k, v, weights = qkv(heads, kv_heads, depth)
     mesh = sw.mesh("data=2,model=4", on="cpu:8")
 
     def run(attend):
         def total(q, k, v):
-            return (attend(q, k, v, scale=0.1, window=window) * weights).sum()
+            return (attend(q, k, v, scale=0.1, window=window, cap=cap) * weights).sum()
 
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(q, k, v)
 

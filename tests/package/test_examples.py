@@ -1,10 +1,10 @@
 """Each file under examples/ runs simulated and on eight devices, and is right both times."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,11 +35,7 @@ def test_it_is_one_page(file):
 def test_the_budget_of_a_user_s_own_test():
     """As a user would run it."""
     path = EXAMPLES / "ci" / "test_budget.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    done = forked.run(command, timeout=300)
     assert done.returncode == 0, done.stdout
     assert "..." in done.stdout

@@ -1,6 +1,8 @@
 """Placing: sw.init and sw.shard, compared with what JAX builds and where its arrays are."""
 
+import collections
 import functools
+import gc
 import os
 import re
 
@@ -11,10 +13,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax._src.monitoring import unregister_event_duration_listener
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
+from shardwise._place import parts
 
 MESHES = ("data=8", "model=8", "data=2,model=4")
 
@@ -152,6 +156,46 @@ def test_init_gives_the_same_values_in_shards(name, axes):
             np.testing.assert_allclose(got, want, rtol=near, atol=near, err_msg=leaf.path)
         else:
             np.testing.assert_array_equal(got, want, err_msg=leaf.path)
+
+
+@pytest.mark.parametrize("layers", [1, 6], ids=["at once", "in parts"])
+def test_the_same_model_is_compiled_once_in_a_process(layers, monkeypatch):
+    """Whoever calls `train_state` and then `fit` waits for the compiler once."""
+    monkeypatch.setattr(parts, "_PROGRAMS", collections.OrderedDict())
+    lowered = []
+
+    def listen(event, seconds, **about):
+        lowered.extend([about] * event.endswith("jaxpr_to_mlir_module_duration"))
+
+    def make():
+        return nnx.List([nnx.Linear(8, 24, rngs=nnx.Rngs(i)) for i in range(layers)])
+
+    layout, counts = sw.layout(make, mesh("data=8"), split_all("data=8")), []
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for _ in range(2):
+            model, count = sw.init(make, layout), len(lowered)
+            counts.append(count)
+        sw.init(make, sw.layout(make, mesh("data=8"), "dp"))
+    finally:
+        unregister_event_duration_listener(listen)
+    assert 0 < counts[0] == counts[1] < len(lowered)
+    want = jax.jit(lambda: nnx.split(make())[1])()
+    for got, right in zip(leaves(model), leaves(want), strict=True):
+        np.testing.assert_array_equal(words(got), words(right))
+
+
+def test_models_that_differ_in_a_constant_alone_are_different_programs():
+    class Constant(nnx.Module):
+        def __init__(self, value):
+            self.table = nnx.Variable(jnp.asarray(np.full((8, 16), value, "float32")) * 2)
+
+    for value in (1.0, 2.0, 3.0):
+        make = functools.partial(Constant, value)
+        model = sw.init(make, sw.layout(make, mesh("data=8"), split_all("data=8")))
+        np.testing.assert_array_equal(model.table[...], np.full((8, 16), 2 * value))
+        del model
+        gc.collect()
 
 
 @pytest.mark.parametrize("name", MODELS)

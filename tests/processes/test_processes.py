@@ -132,10 +132,14 @@ def test_losses_of_two_are_those_of_one_process(straight, by_two):
 
 
 def test_timed_saves_happen_at_the_same_steps_without_waiting(straight, tmp_path):
-    run(2, tmp_path, "data=8", 8, "--timed")
+    run(2, tmp_path, "data=8", 8, "--timed", "--zero2")
     # A save that is due by time happens up to two steps later: no process waits for the others.
     assert sorted(int(p.name) for p in tmp_path.iterdir() if p.name.isdecimal()) == [3, 6, 8]
     assert_same(losses(tmp_path), straight, last=8)
+    # Optimizer state and average were saved in shards, weights were not.
+    about = json.loads((tmp_path / "8/about/about.json").read_text())["arrays"]
+    names = ("model.up.kernel", "optimizer.0.mu.up.kernel", "ema.up.kernel")
+    assert [about[name]["spec"] for name in names] == ["P()", *2 * ["P(None, 'data')"]]
 
 
 def test_losses_of_four_are_those_of_one_process(straight, by_four):
@@ -283,14 +287,14 @@ def test_train_fails_on_all_when_one_process_cannot_begin(wrong, tmp_path):
     other = [right[0].replace("recipe", "recipes"), *right[1:]] if wrong == "target" else None
     other = other or [*right[:2], str(tmp_path / "away.npy")]
     options = "--length 64 --mesh data=4 --strategy dp --steps 1".split()
-    train = f"{sys.executable} -m shardwise train"
-    script = f"""
-    if [ $SHARDWISE_PROCESS = 1 ]; then exec {train} {" ".join(other + options)}
-    else exec {train} {" ".join(right + options)}; fi"""
-    command = [sys.executable, str(HERE / "launch.py"), "2", "2", "sh", "-c", script]
-    done = subprocess.run(
-        command, env=os.environ | CACHE, capture_output=True, text=True, timeout=120
-    )
+    code = f"""
+import os, runpy, sys
+lines = {[right + options, other + options]}
+sys.argv = ["shardwise", "train", *lines[int(os.environ["SHARDWISE_PROCESS"])]]
+runpy.run_module("shardwise", run_name="__main__")
+"""
+    command = [sys.executable, str(HERE / "launch.py"), "2", "2", sys.executable, "-c", code]
+    done = forked.run(command, env=os.environ | CACHE, timeout=120)
     assert done.returncode == 2, done.stderr
     why = {"target": "has no 'recipes'", "data": "away.npy does not exist"}[wrong]
     assert re.search(rf"\[1\] shardwise: .*{why}", done.stderr), done.stderr

@@ -1,6 +1,6 @@
 """Trains a small model on all devices of all processes, once or, one after the other, often.
 
-`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow] [--timed]`
+`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow] [--timed] [--zero2]`
 """
 
 import os
@@ -67,9 +67,10 @@ def train(directory, axes, steps):
     checkpoints = sw.Checkpoints(directory, every=5)
     if "--timed" in sys.argv:  # it is always late: who saves, and when, depends on no clock
         checkpoints = sw.Checkpoints(directory, keep=None, minutes=1e-9)
+    rule = sw.zero2 if "--zero2" in sys.argv else sw.fsdp
     return sw.fit(
         recipe,
-        sw.layout(make, sw.mesh(axes), sw.fsdp("data", min_bytes=0)),
+        sw.layout(make, sw.mesh(axes), rule("data", min_bytes=0)),
         sw.data(Slowly(rows)),
         steps=steps,
         checkpoints=checkpoints,

@@ -1,16 +1,20 @@
 """Layouts that a search finds: ranked, explained, and proved by the compiler."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 from shardwise import models
-from shardwise._search.space import accumulations, axes_of, divisors, meshes, orders
+from shardwise._layout import read_step
+from shardwise._search.abilities import Abilities
+from shardwise._search.space import Place, accumulations, beyond, divisors, orders, places
 
 
 class Mlp(nnx.Module):
@@ -136,7 +140,7 @@ def test_a_tensor_axis_that_splits_nothing_is_dropped():
 
 
 def test_another_order_of_the_axes_is_listed_if_it_is_faster(found):
-    seen = [(frozenset(c.choice.axes), c.remat, c.accumulate) for c in found.candidates]
+    seen = [(frozenset(c.choice.axes), c.strategy, c.remat, c.accumulate) for c in found.candidates]
     seconds = {}
     for key, c in zip(seen, found.candidates, strict=True):
         assert c.seconds < 0.996 * seconds.get(key, 1.0) or key not in seconds
@@ -196,9 +200,9 @@ def test_how_many_chips():
     ("options", "message"),
     [
         ({"on": "h100:1x4", "mesh": "data=3"}, "mesh= has 3 devices, but h100:1x4 has 4"),
-        ({"on": "h100:1x4", "mesh": "rows=4"}, "a search has data, fsdp and model"),
+        ({"on": "h100:1x4", "mesh": "rows=4"}, "a search has the axes pipe, data"),
         ({"on": "h100:1x4", "mesh": "data"}, "not an axis with its size"),
-        ({"on": "h100:1x4", "axes": {"expert": 2}}, "a search has the axes"),
+        ({"on": "h100:1x4", "axes": {"rows": 2}}, "a search has the axes"),
         ({"on": "x100:1x4"}, "does not name a known chip"),
         ({"on": []}, "names no chips"),
         ({"on": "h100:1x4", "accumulate": 0}, "not a number of microbatches"),
@@ -225,10 +229,161 @@ def test_the_plain_data_points_at_its_candidates(found):
 
 def test_the_space():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
-    assert axes_of(1, 4, 2) == ((("fsdp", 4), ("model", 2)), "fsdp+tensor")
-    assert axes_of(1, 1, 1) == ((("data", 1),), "dp")
-    assert all(a * b * c == 12 for a, b, c in meshes(12, 24, tensor=True))
-    assert not [m for m in meshes(12, 24, tensor=False) if m[2] > 1]
-    assert not list(meshes(8, 3, tensor=False))
+    assert Place.of({"fsdp": 4, "model": 2}).axes == (("fsdp", 4), ("model", 2))
+    assert Place.of({"pipe": 2, "expert": 4}).strategy == "dp+expert+pipeline"
+    assert Place.of({}).axes == (("data", 1),)
+    split = places(12, 24, {"model": 0})
+    assert all(math.prod(place.sizes) == 12 for place in split)
+    assert {place["model"] for place in split} == {1, 2, 3, 4, 6, 12}
+    assert all(place.is_plain and place["model"] == 1 for place in places(12, 24, {}))
+    assert not places(8, 3, {})
     assert accumulations(48, 4) == [1, 2, 4]
     assert list(orders((("a", 2), ("b", 3)))) == [(("a", 2), ("b", 3)), (("b", 3), ("a", 2))]
+
+
+def test_an_axis_divides_what_it_splits():
+    found = places(16, 16, {"expert": 4, "pipe": 6, "sequence": 64})
+    assert {place["expert"] for place in found} == {1, 2, 4}
+    assert {place["pipe"] for place in found} == {1, 2}
+    # Sequences are split where there are no samples left to split.
+    alone = places(16, 1, {"sequence": 64})
+    assert [place.axes for place in alone] == [(("sequence", 16),)]
+
+
+def test_neighbours_keep_the_number_of_devices():
+    place = Place.of({"fsdp": 6, "model": 2})
+    near = list(place.neighbours())
+    assert near and all(math.prod(each.sizes) == 12 for each in near)
+    assert (
+        Place.of({"fsdp": 3, "model": 4}) in near and Place.of({"model": 2, "pipe": 6}) not in near
+    )
+    started = beyond(place, places(12, 12, {"model": 0, "pipe": 4}))
+    assert started and all(each["pipe"] > 1 for each in started)
+
+
+EXPERTS = dataclasses.replace(
+    DECODER,
+    model=lambda: models.Decoder(
+        dataclasses.replace(CONFIG, experts=4, capacity=2.0), rngs=nnx.Rngs(0)
+    ),
+)
+
+
+def test_axes_are_those_that_the_model_has_dims_for():
+    can = Abilities(EXPERTS)
+    limits, missing = can.limits
+    assert limits == {"model": 0, "pipe": 2, "expert": 4, "sequence": 64} and not missing
+    assert can.chunks and "input" in can.names and "up" not in can.names
+    limits, missing = Abilities(MLP).limits
+    assert limits == {"model": 0}
+    assert all(word in missing for word in ("pipeline", "expert", "sequence"))
+
+
+def test_a_stack_that_no_pipeline_runs_is_not_one():
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.vmap(lambda rngs: nnx.Linear(256, 256, rngs=rngs))(rngs.split(4))
+
+        def __call__(self, x):
+            run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return run(x, self.blocks)
+
+    assert (
+        "pipe"
+        not in Abilities(dataclasses.replace(MLP, model=lambda: Scanned(nnx.Rngs(0)))).limits[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy"),
+    [({"expert": 2}, "expert"), ({"sequence": 2}, "sequence"), ({"pipe": 2}, "pipeline")],
+)
+def test_a_fixed_axis_is_searched_and_trains(axes, strategy):
+    found = sw.search(EXPERTS, "h100:1x4", compile=0, axes={**axes, "model": 1}, remat=None)
+    best = found.best
+    assert strategy in best.strategy and best.choice.sizes[next(iter(axes))] == 2
+    here = best.layout.on(sw.mesh(best.mesh, on="cpu:4"))
+    state, step = sw.train_state(best.recipe, here), sw.train_step(best.recipe, here)
+    _, metrics = step(state, jnp.zeros((16, 64), "int32"))
+    assert jnp.isfinite(metrics["loss"])
+
+
+TALL = dataclasses.replace(
+    DECODER,
+    model=lambda: models.Decoder(
+        models.Config(layers=2, width=1024, hidden=4096, heads=8, vocab=131072, scan=True),
+        rngs=nnx.Rngs(0),
+    ),
+    batch=jax.ShapeDtypeStruct((32, 8192), "int32"),
+    compute_dtype="bfloat16",
+)
+
+
+def test_what_does_not_fit_is_made_to_by_chunks_and_offloading():
+    fixed = {"mesh": "fsdp=4", "accumulate": 1, "compile": 0}
+    found = sw.search(TALL, "v5e:2x2", **fixed)
+    plain = [c for c in found.candidates if c.loss_chunks == 1 and not c.offload]
+    assert not any(c.fits for c in plain if c.remat in (None, "nothing_saveable"))
+    best = found.best
+    assert best.loss_chunks > 1 and best.recipe.loss_chunks == best.loss_chunks
+    assert f"--loss-chunks {best.loss_chunks}" in best.command
+    kept = sw.search(TALL, "v5e:2x2", **fixed, loss_chunks=1, offload="", remat="nothing_saveable")
+    assert {(c.loss_chunks, c.offload) for c in kept.candidates} == {(1, "")}
+
+
+def test_the_batch_is_searched_if_it_is_left_open():
+    found = sw.search(
+        MLP, "h100:1x2", compile=0, strategy="dp", remat=None, batch_per_device="free"
+    )
+    assert len({c.samples for c in found.candidates}) > 1
+    best = found.best
+    assert best.sample_seconds == min(c.sample_seconds for c in found.candidates)
+    assert best.recipe.batch.shape == (best.samples, 256) and "batch" in str(found)
+    fixed = sw.search(MLP, "h100:1x2", compile=0, strategy="dp", remat=None, batch_per_device=7)
+    assert {c.samples for c in fixed.candidates} == {14}
+
+
+def test_results_are_kept_between_searches(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    how = {"compile": 0, "strategy": "fsdp"}
+    first = sw.search(MLP, "h100:1x4", **how)
+    (entry,) = tmp_path.iterdir()
+    asked = []
+    monkeypatch.setattr(
+        "shardwise._search.stages.partition_step", lambda *a, **k: asked.append(a) or 1 / 0
+    )
+    again = sw.search(MLP, "h100:1x4", **how, prices={"h100": 2.0})
+    assert not asked
+    assert [c.choice for c in again.candidates] == [c.choice for c in first.candidates]
+    assert [c.estimate for c in again.candidates] == [c.estimate for c in first.candidates]
+    assert again.best.layout.specs == first.best.layout.specs
+    # Another program, and a damaged entry, are priced anew.
+    with pytest.raises(ZeroDivisionError):
+        sw.search(dataclasses.replace(MLP, clip=1.0), "h100:1x4", **how)
+    entry.write_bytes(entry.read_bytes()[:-7])
+    with pytest.raises(ZeroDivisionError):
+        sw.search(MLP, "h100:1x4", **how)
+
+
+def test_the_best_strategy_is_a_rule():
+    mesh = sw.mesh("data=4", on="h100:1x4")
+    layout = sw.layout(MLP, mesh, "best")
+    seconds = {
+        name: sw.estimate(MLP, sw.layout(MLP, mesh, name)).seconds for name in ("dp", "fsdp")
+    }
+    name = min(seconds, key=lambda name: seconds[name])
+    assert f"strategies, {name} (" in layout["blocks.0.kernel"].reason
+    assert layout.specs == sw.layout(MLP, mesh, name).specs
+    with pytest.raises(ValueError, match="'best' needs a recipe"):
+        sw.layout(MLP.model, mesh, "best")
+    with pytest.raises(ValueError, match="only known for chips"):
+        sw.layout(MLP, sw.mesh("data=4", on="none"), "best")
+    with pytest.raises(ValueError, match="unknown strategy 'best'"):
+        sw.layout(MLP, mesh, ["best", {"**.bias": P()}])
+
+
+def test_a_candidate_saves_its_step_with_its_layout(found, tmp_path):
+    best = found.best
+    best.save(tmp_path / "layout.json")
+    assert read_step(tmp_path / "layout.json") == best.step
+    assert sw.load_layout(tmp_path / "layout.json").mesh.shape == best.layout.mesh.shape

@@ -16,17 +16,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
 class Forked(subprocess.Popen):
-    """A process of `sys.executable`: a script, `-m module` or `-c code`, with its arguments."""
+    """A process of `sys.executable`: `[-P] script`, `-m module` or `-c code`, with its arguments."""
 
     def _execute_child(
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
-        creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
+        creationflags, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite,
+        restore_signals, gid, gids, uid, umask, start_new_session, *more,
     ):  # fmt: skip
         assert args[0] == sys.executable and not (executable or preexec_fn or pass_fds or shell)
         standard = (p2cread, c2pwrite, errwrite)
@@ -34,6 +36,7 @@ class Forked(subprocess.Popen):
             "arguments": [os.fspath(each) for each in args[1:]],
             "cwd": os.fspath(cwd or os.getcwd()),
             "environment": dict(os.environ if env is None else env),
+            "session": bool(start_new_session),
         }
         self.pid = _parent().fork(asked, [n if x == -1 else x for n, x in enumerate(standard)])
         self._child_created = True
@@ -149,6 +152,9 @@ def become(arguments, environment):
 
 def execute():
     """Runs what `sys.argv` has, as Python would."""
+    if sys.argv[0] == "-P":
+        del sys.argv[0], sys.path[0]
+        return runpy.run_path(sys.argv[0], run_name="__main__")
     how = sys.argv[0]
     if how == "-c":
         _, code, *rest = sys.argv
@@ -212,10 +218,15 @@ def _serve(asking):
         reading, writing = os.pipe()
         between = fork()
         if not between:
+            between = os.getpid()
             child = fork()
             if child:
                 os.write(writing, b"%d" % child)
                 os._exit(0)
+            while os.getppid() == between:  # until it is a child of the process that asked
+                time.sleep(0.001)
+            if asked["session"]:
+                os.setsid()
             set_streams(*descriptors)
             os.chdir(asked["cwd"])
             return become(asked["arguments"], asked["environment"])

@@ -17,6 +17,7 @@ ONCE = {
     ),
     # `.ci/run` runs `shardwise demo` on the other Python too.
     "cli/test_cli_run.py": ("test_train_saves_and_resumes_and_checkpoints_lists",),
+    "cli/test_generate_cli.py": ("test_one_prompt_is_streamed",),
     "cli/test_names.py": ("test_a_failed_import_names_the_file_that_was_passed_over",),
     "cli/test_compile_cli.py": (
         "test_what_fits_has_status_0_as_text_as_json_and_saved",
@@ -49,6 +50,7 @@ ONCE = {
         "test_one_process_starts_nothing",
         "test_inconsistent_environments_are_refused",
     ),
+    "weights/test_weights_processes.py": (),
     "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
     "report/test_report.py": ("test_the_command",),
 }
@@ -112,6 +114,18 @@ SWEEPS = {
     "models/test_experts.py": {
         "test_a_step_on_a_mesh_equals_that_of_one_device": ("scanned-expert+tensor",),
     },
+    "models/test_families.py": {
+        "test_logits_are_those_of_transformers": (
+            *("gemma2-scanned", "gemma3-unrolled", "llama3-scanned", "mixtral-scanned"),
+        ),
+        "test_load_and_save_weights": ("gemma3", "mixtral"),
+        "test_logits_on_a_mesh": ("gemma2-fsdp+tensor", "mixtral-fsdp", "qwen2-tensor"),
+    },
+    "models/test_generate.py": {
+        "test_greedy_tokens_are_those_of_transformers": ("gemma3-scanned", "mixtral-unrolled"),
+        "test_greedy_tokens_on_a_mesh": ("tensor", "fsdp"),
+        "test_tokens_are_drawn_with_their_probabilities": ("nucleus",),
+    },
     "models/test_models.py": {
         "test_no_device_holds_activations_of_the_whole_batch": (),
         "test_splash_attention_is_attention": ("grouped",),
@@ -161,6 +175,8 @@ SWEEPS = {
 
 # The files that say most about their room for a second or two of work.
 FAST = (
+    "weights/test_header.py",
+    "weights/test_weight_names.py",
     "base/test_files.py",
     "check/test_codes.py",
     "check/test_match.py",

@@ -137,6 +137,16 @@ def lines():
     yield from given("check", LAID, "--allow", ALLOWS, fine=("SW105:a..b",))
     yield from given("check", LAID, "--format", FORMATS)
     yield from given("plan", LAID, "--format", FORMATS)
+    weights = "check m.py:make no --mesh data=8"
+    yield ["weights"], (2,)
+    yield ["weights", "chek", "m.py:make", "no", "--mesh", "data=8"], (2,)
+    yield ["weights", "check", "m.py:make", "no"], (2,)
+    yield ["weights", "save", "m.py:make", "no", "--mesh", "data=8"], (2,)
+    yield from given("weights", weights, "--names", ("no.toml", "folder", "bad.toml", "odd.toml"))
+    yield from given("weights", weights, "--dtype", ("x", "int8"))
+    yield from given("weights", weights, "--allow", ALLOWS, fine=("SW105:a..b",))
+    yield from given("weights", weights, "--checkpoints", ("runs",))
+    yield from given("weights", weights, "--step", ("1", "x"))
     yield from given("plan", LAID, "--save", PLACES)
     yield from given("plan", LAID, "--explain", ("", "up", "up.kernal", "up.*", "."))
     for command in ("plan", "compile"):

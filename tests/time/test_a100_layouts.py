@@ -3,9 +3,9 @@
 import csv
 import io
 import pathlib
-import subprocess
 import sys
 
+import forked
 import pytest
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "search" / "a100.py"
@@ -25,7 +25,7 @@ def run(tmp_path, text):
     file = tmp_path / "rows.csv"
     file.write_text(text)
     command = [sys.executable, str(SCRIPT), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return forked.run(command, timeout=120)
 
 
 def test_predictions_are_near_what_was_measured_and_in_its_order(tmp_path):

@@ -34,6 +34,7 @@ from .terminal import released_stdout as released_stdout
 from .terminal import stdout as stdout
 from .terminal import tell as tell
 from .terminal import tell_json as tell_json
+from .terminal import tell_part as tell_part
 from .terminal import working as working
 from .text import BYTES_FORM as BYTES_FORM
 from .text import count as count

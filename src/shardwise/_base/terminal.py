@@ -106,14 +106,23 @@ def tell(text: str | Text) -> None:
     Console(file=out, highlight=False, markup=False, emoji=False).print(text, soft_wrap=True)
 
 
+def tell_part(text: str) -> None:
+    """Prints a part of a line to stdout, at once.
+
+    Raises:
+        UnwritableError: stdout cannot be written to.
+    """
+    _print(_encodable(text, stdout()), end="")
+
+
 def tell_json(data: Any) -> None:
     """Prints plain data to stdout as JSON: never coloured, and ASCII only."""
     _print(json.dumps(data, indent=2))
 
 
-def _print(text: str) -> None:
+def _print(text: str, end: str = "\n") -> None:
     try:
-        print(text, file=stdout(), flush=True)
+        print(text, file=stdout(), end=end, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:

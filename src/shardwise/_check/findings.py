@@ -45,10 +45,20 @@ CODES: dict[str, tuple[str, str]] = {
     "SW501": ("devices-disagree", ERROR),
     "SW502": ("unproven-agreement", WARNING),
     "SW503": ("diverging-collective", ERROR),
+    "SW601": ("unused-key", ERROR),
+    "SW602": ("leaf-without-key", ERROR),
+    "SW603": ("two-keys-for-one-place", ERROR),
+    "SW604": ("weights-shape-mismatch", ERROR),
+    "SW605": ("weights-dtype-mismatch", ERROR),
+    "SW606": ("lossy-cast", WARNING),
+    "SW607": ("damaged-weights-file", ERROR),
+    "SW608": ("missing-weights-file", ERROR),
 }
 
 
-_BY_SUBTREE = ("SW202", "SW203", "SW204", "SW401", "SW402", "SW403", "SW404")
+_BY_SUBTREE = (
+    "SW202", "SW203", "SW204", "SW401", "SW402", "SW403", "SW404", "SW601", "SW602", "SW604",
+)  # fmt: skip
 # How many findings of one code are listed individually, and how many groups in one sentence.
 _LISTED = 3
 

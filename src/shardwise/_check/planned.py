@@ -77,6 +77,8 @@ def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Ite
                 what = "it is used by" if fault.name else "it is the dim of"
                 message += f": {what} {len(leaves)} leaves, {_first_paths(leaves)}"
             yield make_finding(fault.code, leaf.path, message, fault.help, context)
+        for fault in leaf.update_faults:
+            yield make_finding(fault.code, leaf.path, fault.message, fault.help, context)
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
         if not found:
@@ -87,7 +89,7 @@ def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Ite
         if len(pair) == 2:
             yield from _bias_mismatch(pair["kernel"], pair["bias"], mesh)
     yield from replication.of_the_rest()
-    yield from replication.of_an_idle_fsdp()
+    yield from replication.of_an_idle_strategy()
     for pattern, nearest in layout.dead_patterns:
         hint = f"the closest path is {nearest}" if nearest else "drop it"
         yield make_finding("SW107", pattern, "this pattern matches no leaf", hint)
@@ -215,6 +217,7 @@ def _used(leaf: Leaf, dim: int) -> Axes:
 
 def _unused_axes(layout: Layout) -> Iterator[Finding]:
     used = {a for leaf in layout.leaves for entry in padded(leaf.spec, 0) for a in entry}
+    used |= {a for leaf in layout.leaves for a in leaf.update_axes}
     if not layout.leaves:
         return
     for axis, size in layout.mesh.shape.items():

@@ -93,10 +93,14 @@ class Replication:
             f"mesh {show_mesh(self.layout.mesh)}  the largest: {_largest(rest)}",
         )
 
-    def of_an_idle_fsdp(self) -> Iterator[Finding]:
-        """Yields a finding if fsdp split nothing, on a model too small for the other findings."""
-        left = [leaf for leaf in self.layout.leaves if leaf.left]
-        used = {axis for leaf in self.layout.leaves for axis in leaf.gathered}
+    def of_an_idle_strategy(self) -> Iterator[Finding]:
+        """Yields a finding if fsdp or ZeRO split nothing, on a model too small for other findings."""
+        leaves = self.layout.leaves
+        left = [leaf for leaf in leaves if leaf.left]
+        used = {axis for leaf in leaves for axis in (*leaf.gathered, *leaf.update_axes)}
+        name = "fsdp"
+        if any(leaf.moments is not None for leaf in leaves):
+            name = "zero2" if any(leaf.gradients is not None for leaf in leaves) else "zero1"
         axis, ways = self._fsdp_axis() if self.devices > 1 else ("", 1)
         # An axis that is not for the batch is reported as unused anyway.
         if self.reported or not left or used or axis not in DATA_AXES or axis == "fsdp":
@@ -112,9 +116,11 @@ class Replication:
         yield make_finding(
             "SW111",
             axis,
-            f"fsdp split nothing over axis {axis!r} of size {ways}: {' and '.join(reasons)}, "
+            f"{name} split nothing over axis {axis!r} of size {ways}: {' and '.join(reasons)}, "
             f"{show_bytes(sum(leaf.resident_bytes for leaf in left))} on each device",
-            self._split_all(small) if small else _padding(max(left, key=lambda x: x.bytes), ways),
+            self._split_all(small, name)
+            if small
+            else _padding(max(left, key=lambda x: x.bytes), ways),
             f"mesh {show_mesh(self.layout.mesh)}  the largest: {_largest(left)}",
         )
 
@@ -122,7 +128,7 @@ class Replication:
         size = sum(leaf.shard_bytes for leaf in leaves)
         return size >= self.threshold and size > REPLICATED_SHARE * self.layout.bytes_per_device
 
-    def _split_all(self, leaves: Sequence[Leaf]) -> str:
+    def _split_all(self, leaves: Sequence[Leaf], name: str = "fsdp") -> str:
         axis, ways = self._fsdp_axis()
         left = 0
         for leaf in leaves:
@@ -133,10 +139,11 @@ class Replication:
             return f"none of their dims is divisible by {ways}: pad them, or use another mesh"
         small = any(leaf.left == "small" for leaf in leaves)
         how = either(
-            f"sw.fsdp({axis!r}{', min_bytes=0' if small else ''})",
-            "--min-bytes 0" if small else "--strategy fsdp",
+            f"sw.{name}({axis!r}{', min_bytes=0' if small else ''})",
+            "--min-bytes 0" if small else f"--strategy {name}",
         )
-        return f"{how} would leave {show_bytes(left)} on each device"
+        of = "" if name == "fsdp" else "of each moment "
+        return f"{how} would leave {show_bytes(left)} {of}on each device"
 
     def _fsdp_axis(self) -> tuple[str, int]:
         """Returns the axis that fsdp uses in this layout, or would use, or else the largest."""

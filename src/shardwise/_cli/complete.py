@@ -6,7 +6,17 @@ from collections.abc import Iterable
 
 from .._chips import CHIPS
 
-STRATEGIES = ("dp", "fsdp", "tensor", "pipeline", "fsdp+tensor", "fsdp+pipeline")
+STRATEGIES = (
+    *("dp", "fsdp", "zero1", "zero2", "expert", "sequence", "tensor", "pipeline"),
+    *(
+        "fsdp+tensor",
+        "zero1+tensor",
+        "zero2+tensor",
+        "fsdp+pipeline",
+        "fsdp+expert",
+        "fsdp+sequence",
+    ),
+)
 POLICIES = (
     "none",
     "nothing_saveable",

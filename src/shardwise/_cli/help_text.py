@@ -7,8 +7,8 @@ from typing import Any
 import typer.core
 
 GROUPS = {
-    "Plan": ("plan", "check", "compile", "search", "report"),
-    "Run": ("train", "checkpoints", "launch"),
+    "Plan": ("plan", "check", "compile", "search", "transfer", "report"),
+    "Run": ("train", "checkpoints", "weights", "generate", "launch"),
     "Learn": ("demo", "learn"),
     "Look up": ("explain", "models", "chips", "doctor"),
 }

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 
 from .._nnx import Recipe, policy_names, remat_policy
-from .._search import with_remat
+from .._search import with_step
 from ..models import CONFIGS, Decoder, next_token_loss
 from .target import contained, load_target
 
@@ -111,47 +111,70 @@ def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:
     return dataclasses.replace(recipe, batch=jax.tree.map(resized, recipe.batch))
 
 
-def load_step(
-    target: str,
-    batch: str | None,
-    remat: str | None,
-    accumulate: int | None = None,
-    *,
-    devices: int = 1,
-) -> Any:
-    """Returns what a target names, with the batch, remat and accumulation of the options.
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What the options say of a step; None where they say nothing.
+
+    Attributes:
+        batch: the leading dims of a recipe's batch, such as `256x4096`.
+        remat: the name of a policy, or `none`.
+        accumulate: the number of microbatches.
+        loss_chunks: in how many chunks the loss is computed.
+        offload: what is kept in the memory of the hosts, or `none`.
+        microbatches: those of a pipeline.
+    """
+
+    batch: str | None = None
+    remat: str | None = None
+    accumulate: int | None = None
+    loss_chunks: int | None = None
+    offload: str | None = None
+    microbatches: int | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What they say, apart from the batch, as a recipe takes it."""
+        names = ("remat", "accumulate", "loss_chunks", "offload", "microbatches")
+        values = {name: getattr(self, name) for name in names}
+        found = {name: value for name, value in values.items() if value is not None}
+        if found.get("remat") == "none":
+            found["remat"] = None
+        if found.get("offload") == "none":
+            found["offload"] = ""
+        return found
+
+
+def load_step(target: str, options: StepOptions, *, devices: int = 1) -> Any:
+    """Returns what a target names, with what the options say of its step.
 
     Args:
         target: the target.
-        batch: the leading dims of a recipe's batch.
-        remat: the name of a policy, or `none`.
-        accumulate: the number of microbatches.
+        options: the options.
         devices: how many a published shape's batch is for, if it is not given.
 
     Raises:
         ValueError: an option needs a recipe, and the target is a model.
     """
-    sizes = parse_batch(batch) if batch is not None else None
-    if remat is not None:
-        _require_policy(remat)
-    policy = None if remat == "none" else remat
+    sizes = parse_batch(options.batch) if options.batch is not None else None
+    given = options.given
+    if options.remat is not None:
+        _require_policy(options.remat)
     if is_named(target):
-        kept = policy if remat is not None else "nothing_saveable"
-        found: Any = named_recipe(target, sizes, kept, devices=devices)
+        found: Any = named_recipe(
+            target, sizes, given.pop("remat", "nothing_saveable"), devices=devices
+        )
     else:
         found = load_target(target)
-        given = {"--remat": remat, "--batch": sizes, "--accumulate": accumulate}
-        needs = next((name for name, value in given.items() if value is not None), None)
+        needs = next(iter(given), None) or ("batch" if sizes is not None else None)
         if needs is not None and not isinstance(found, Recipe):
-            raise ValueError(f"{needs} needs a recipe, and target {target!r} is not one")
-        if remat is not None:
-            with contained(f"making the model of {target}"):
-                found = with_remat(found, policy)
+            needs = needs.replace("_", "-")
+            raise ValueError(f"--{needs} needs a recipe, and target {target!r} is not one")
         if sizes is not None:
             found = with_batch(found, sizes)
-    if accumulate is not None:
-        found = dataclasses.replace(found, accumulate=accumulate)
-    return found
+    if not given:
+        return found
+    with contained(f"making the model of {target}"):
+        return with_step(found, given)
 
 
 def _require_policy(remat: str) -> None:

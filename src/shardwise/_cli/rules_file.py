@@ -27,7 +27,7 @@ class RulesFile:
         rules: dicts from path patterns to specs, in order.
         logical: the mesh axes of each logical name.
         strategy: the name of a strategy, or None.
-        min_bytes: the size from which that strategy's fsdp splits leaves, or None for its default.
+        min_bytes: the size from which that strategy splits leaves (fsdp, zero1, zero2), or None for its default.
     """
 
     rules: list[Any]

@@ -261,8 +261,9 @@ def _spec_of(sharding: str, mesh: dict[str, int]) -> str:
 
 def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
     """Yields collectives that only undo a mismatch between two specs."""
-    gathered = {axis for leaf in facts.layout.leaves for axis in leaf.gathered}
-    gathered |= set(data_axes(facts.layout))
+    planned = facts.layout.leaves
+    stored = {axis for leaf in planned for axis in (*leaf.gathered, *leaf.update_axes)}
+    gathered = stored | set(data_axes(facts.layout))
     stages = set(stage_axes(facts.layout.leaves))
     leaves = {leaf.path: leaf for leaf in facts.layout.leaves}
     total = sum(row.total_bytes for row in compiled.collectives)
@@ -272,6 +273,9 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
             continue
         if row.kind == "collective-permute" and set(row.axes) <= stages:
             continue  # stages pass microbatches on
+        ring = row.kind == "collective-permute" and row.source.op == "dot_general"
+        if ring and set(row.axes) <= stored:
+            continue  # a matrix product that scatters or gathers its result while it computes it
         leaf = leaves.get(row.source.leaf)
         moved = row.kind in ("all-to-all", "collective-permute")
         # FSDP gathers the shards it stores: that is intended, not a mismatch.

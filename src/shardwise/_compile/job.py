@@ -88,10 +88,12 @@ class Forward:
         self.layout, self.graphdef, self.args = layout, graphdef, args
         self.given, self.placed = given, placed
 
-    def __call__(self, arrays: dict[str, Any], inputs: list[Any]) -> Any:
-        """Returns the model's outputs."""
+    def __call__(
+        self, arrays: dict[str, Any], inputs: list[Any], cache: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns the model's outputs; with a cache, also what the call leaves in it."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.placed):
-            arrays = gathered(arrays, self.layout)
+            arrays = gathered({**arrays, **(cache or {})}, self.layout)
             flat = [arrays[leaf.path] for leaf in self.layout.leaves]
             model = nnx.merge(self.graphdef, jax.tree.unflatten(self.layout.treedef, flat))
             model.eval()
@@ -99,7 +101,12 @@ class Forward:
             rest = iter(inputs)
             flat = [next(rest) if x is None else x for x in self.given]
             positional, named = jax.tree.unflatten(self.args, flat)
-            return self.function(model, *positional, **named)
+            found = self.function(model, *positional, **named)
+            if cache is None:
+                return found
+            left = jax.tree.leaves(nnx.state(model))
+            paths = [leaf.path for leaf in self.layout.leaves]
+            return found, {path: x for path, x in zip(paths, left, strict=True) if path in cache}
 
 
 def _forward_job(model: Any, layout: Layout, inputs: Any, method: Method) -> Job:
@@ -121,12 +128,18 @@ def _forward_job(model: Any, layout: Layout, inputs: Any, method: Method) -> Job
         )
         for leaf in own.leaves
     }
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, (arrays, placed))
+    # A call updates caches in place, as serving does: they are donated and returned.
+    cached = {leaf.path for leaf in own.leaves if leaf.kind == nnx.Cache.__name__}
+    cache = {path: arrays[path] for path in arrays if path in cached}
+    arguments: Any = ({path: arrays[path] for path in arrays if path not in cached}, placed)
+    arguments = (*arguments, cache) if cache else arguments
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, arguments)
     function = method_of(abstract.modules[()], method)
     forward = Forward(own, abstract.graphdef, treedef, given, placed, function)
+    updated = {"donate_argnums": 2, "out_shardings": (None, shardings[2])} if cache else {}
     return Job(
-        jitted=jax.jit(forward.__call__, in_shardings=shardings),
-        arguments=(arrays, placed),
+        jitted=jax.jit(forward.__call__, in_shardings=shardings, **updated),
+        arguments=arguments,
         options={},
         layout=own,
         batch=placed,

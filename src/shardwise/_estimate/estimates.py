@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from typing import Any
@@ -13,19 +14,21 @@ from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, splash_flops, user_place
 from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
-from .fused import COLLECTIVES, Block, Kernel, size_of
+from .fused import COLLECTIVES, Block, size_of
+from .memory import peak_of
 from .orders import numbers_of
 from .partition import Program
+from .windows import Kernel
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
           "all-to-all": "all_to_all", "collective-permute": "ppermute"}  # fmt: skip
-# What a TPU's compiler takes for temporary arrays, of those that are alive at once: it copies
-# between layouts and keeps shards of collective matmuls twice (1.1 to 1.3 in compiled steps).
-# A GPU's combines collectives, whose arrays are then alive together (0.93 to 1.28).
 # A TPU's compiler computes what lies before and after a product with it, unless the product is
 # computed in parts: this much is left.
 _ABSORBED = 0.4
-_TPU_TEMPORARY, _GPU_TEMPORARY = 1.25, 1.05
+# What temporary arrays take, of those that are alive at once: what is lost between them, and copies.
+_TPU_TEMPORARY, _GPU_TEMPORARY = 1.09, 1.02
+# A TPU's program is in its memory: bytes of each kernel (140 to 170 kB in compiled steps).
+_CODE = 150_000
 
 
 @public
@@ -43,7 +46,8 @@ class Estimate:
         peak_bytes: the memory of one device at its peak.
         peak_bound: the peak if nothing that a compiler may free early is freed.
         capacity: what a program can use on one device.
-        state_bytes: the share of the arguments: parameters, optimizer state, batch (exact).
+        state_bytes: the share of the arguments: parameters, optimizer state, batch (exact); what is
+            offloaded does not count.
         by_axis: by axes and kind, how many collectives a step runs and the bytes that each device
             sends in the ring model.
         lines: by line of the user's code, the seconds of collectives, longest first.
@@ -139,6 +143,7 @@ class _Run:
     )
     flops: int = 0
     recomputed: int = 0
+    kernels: int = 0
     peak: int = 0
     bound: int = 0
 
@@ -154,6 +159,7 @@ class _Run:
             self.traffic[key][1] += times * sent
         self.flops += times * other.flops
         self.recomputed += times * other.recomputed
+        self.kernels += other.kernels
 
 
 class Estimator:
@@ -167,6 +173,7 @@ class Estimator:
         self.slower = 1.0
         self.names = list(machine.mesh)
         self.inner: dict[int, int] = {}
+        self.rings: dict[Any, bool] = {}
         self.devices = np.arange(math.prod(machine.mesh.values())).reshape(
             tuple(machine.mesh.values())
         )
@@ -184,10 +191,8 @@ class Estimator:
         return first
 
     def _block(self, ops: Any, outputs: Any) -> _Run:
-        block = Block(
-            self.program, ops, outputs, gpu=self.machine.gpu is not None, devices=self.devices.size
-        )
-        run = _Run()
+        block = self._grouped(ops, outputs)
+        run = _Run(kernels=len(block.kernels))
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
         joined = self._combined(block, from_start)
@@ -209,11 +214,14 @@ class Estimator:
                 run.add(inner, op.trips)
                 run.parts["launch"] += op.trips * (each - inner.seconds)
                 end = now
+            elif kernel.windowed and op.kind in COLLECTIVES:
+                self._counted(kernel, run)  # its permutes run with the product
+                end = inputs
             elif op.kind in COLLECTIVES and kernel.heavy:
                 start = inputs if number in from_start else max(now, inputs)
                 end = self._collective(kernel, start, links, run, joined.get(number))
                 awaited = op.kind != "all-reduce" or any(v in needed for v in op.results)
-                if self.machine.gpu is None and not kernel.windowed and awaited:
+                if self.machine.gpu is None and awaited:
                     # This compiler runs them one after the other with what computes.
                     run.parts["communication"] += max(0.0, end - now)
                     now = max(now, end)
@@ -226,6 +234,15 @@ class Estimator:
                 run.kinds[price.kind] += price.seconds
                 run.flops += price.flops
                 run.recomputed += price.flops if is_recomputed(op.location) else 0
+                for partner in kernel.partners:
+                    # One permute is sent before the first part, or after the last.
+                    each = self._permuted(partner)
+                    sent = partner.permutes * each
+                    waits = max(each, sent - price.seconds)
+                    run.parts["communication"] += waits
+                    run.kinds["collective"] += sent
+                    run.lines[user_place(partner.op.frames) or "?"] += sent
+                    now += waits
                 end = now
             for value in kernel.writes:
                 ready[value] = end
@@ -236,6 +253,19 @@ class Estimator:
         run.seconds = last
         run.peak, run.bound = self._peak(block)
         return run
+
+    def _grouped(self, ops: Any, outputs: Any) -> Block:
+        gpu = self.machine.gpu is not None
+        is_ring = None if gpu else self._is_ring
+        return Block(self.program, ops, outputs, is_ring=is_ring, devices=self.devices.size)
+
+    def _is_ring(self, op: Any) -> bool:
+        """Returns whether the devices of a collective are more than those of one host."""
+        if op.axes not in self.rings:
+            extents = self.machine.extents(self._groups(op)[0])
+            several = math.prod(size for _, size in op.axes) > 4
+            self.rings[op.axes] = several or max(extents, default=1) > 2
+        return self.rings[op.axes]
 
     def _early(self, block: Block) -> set[int]:
         """Returns the collectives that wait for nothing but what is there when a block begins."""
@@ -291,22 +321,35 @@ class Estimator:
         else:
             link = Link("none", 0.0)
         begin = max(start, links.get(link.name, 0.0))
-        end = begin + link.seconds
+        end = begin + kernel.repeats * link.seconds
         links[link.name] = end
         run.kinds["collective"] += link.seconds
+        self._counted(kernel, run)
+        run.lines[user_place(op.frames) or "?"] += link.seconds
+        return end
+
+    def _counted(self, kernel: Kernel, run: _Run) -> None:
+        """Counts a collective and the bytes that it sends."""
+        op = kernel.op
+        members = math.prod(size for _, size in op.axes)
         axes = ",".join(name for name in self.names if name in dict(op.axes))
         local = sum(self.shapes[v].nbytes for v in op.operands)
         sent = sent_bytes(_KINDS[op.kind], local, members)
-        kind, count = op.kind, 1
+        kind, count = op.kind, kernel.repeats
+        sent *= count
         if kernel.windowed:
-            # A loop of permutes around the ring in both directions, with one shard ahead of it.
-            kind, count = "collective-permute", members + 1
-            sent = sent * (members + 1) // (members - 1)
+            kind, count = "collective-permute", kernel.permutes
+            sent = sent * kernel.permutes // (members - 1)
         row = run.traffic[axes, kind]
         row[0] += count
         row[1] += sent
-        run.lines[user_place(op.frames) or "?"] += link.seconds
-        return end
+
+    def _permuted(self, kernel: Kernel) -> float:
+        """Returns how long one permute of a windowed collective takes."""
+        op = kernel.op
+        shard = size_of(self.shapes, op) // kernel.windowed
+        pairs = [list(pair) for group in self._groups(op) for pair in itertools.pairwise(group)]
+        return self.machine.link("collective-permute", shard, pairs).seconds
 
     def _groups(self, op: Any) -> list[list[int]]:
         used = [self.names.index(name) for name, _ in op.axes]
@@ -412,44 +455,11 @@ class Estimator:
         return self.pricer.streamed(access, 1.0)
 
     def _peak(self, block: Block) -> tuple[int, int]:
-        """Returns the most bytes alive at once, as scheduled, and if nothing were freed early."""
-        last: dict[int, int] = {}
-        for number, kernel in enumerate(block.kernels):
-            for value in kernel.reads:
-                last[block.root(value)] = number
-        alive: dict[int, int] = {}
-        peak = total = most = 0
-        for number, kernel in enumerate(block.kernels):
-            inner = 0
-            if kernel.op.kind == "while":
-                inner = self._loop_peak(kernel.op)
-                for value in kernel.op.results:
-                    # Stacks that the loop fills begin as a constant, which is written once.
-                    if block.root(value) == value and value not in block.outputs:
-                        alive[value] = self.shapes[value].nbytes
-                        total += alive[value]
-            for value, size in kernel.writes.items():
-                root = block.root(value)
-                kept = root in alive or root not in block.maker
-                if kept or not size or root in block.outputs or value in block.outputs:
-                    continue
-                alive[root] = block.nbytes(value)
-                total += alive[root]
-                most += size
-            peak = max(peak, total + inner)
-            for value in [v for v in alive if last.get(v, -1) <= number]:
-                total -= alive.pop(value)
-        return peak, max(peak, min(most, 4 * peak))
+        return peak_of(block, lambda kernel: self._loop_peak(kernel.op), self.program.host)
 
     def _loop_peak(self, loop: Any) -> int:
         if id(loop) not in self.inner:
-            block = Block(
-                self.program,
-                loop.body,
-                loop.after,
-                gpu=self.machine.gpu is not None,
-                devices=self.devices.size,
-            )
+            block = self._grouped(loop.body, loop.after)
             self.inner[id(loop)] = self._peak(block)[0]
         return self.inner[id(loop)]
 
@@ -460,8 +470,13 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
     off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in run.kinds.items()))
     off = max(off, 0.08 * run.seconds)
     seconds = machine.at_least(run.seconds)
-    temporary = _TPU_TEMPORARY if machine.gpu is None else _GPU_TEMPORARY
-    state = sum(program.shapes[v].nbytes for v in program.arguments)
+    temporary, code = _GPU_TEMPORARY, 0
+    if machine.gpu is None:
+        temporary, code = _TPU_TEMPORARY, _CODE * run.kernels
+    state = sum(program.shapes[v].nbytes for v in program.arguments if v not in program.host)
+    # State that is offloaded comes to the device in parts for its update (half of it, in Llama 3
+    # 70B on 32 v6e chips).
+    away = sum(program.shapes[v].nbytes for v in program.arguments if v in program.host) // 2
     table: dict[str, dict[str, tuple[int, int]]] = {}
     for (axes, kind), (count, sent) in run.traffic.items():
         table.setdefault(axes, {})[kind] = (count, sent)
@@ -472,8 +487,8 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
         low=max(0.0, seconds - off),
         high=seconds + off,
         parts={name: value for name, value in run.parts.items() if value > 0},
-        peak_bytes=state + int(temporary * run.peak),
-        peak_bound=state + int(temporary * run.bound),
+        peak_bytes=state + away + int(temporary * run.peak) + code,
+        peak_bound=state + 2 * away + int(temporary * run.bound) + code,
         capacity=machine.chips.chip.capacity_bytes,
         state_bytes=state,
         by_axis=table,

@@ -11,6 +11,7 @@ from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, show_mesh
 from .._time import Calibration, load_calibration
 from .estimates import Estimate, estimate_of
+from .host_memory import placed
 from .partition import Program, partition
 from .simplify import simplified
 
@@ -88,4 +89,4 @@ def partition_step(
         )
     job, lowered = lowered_step(recipe, layout, inputs, method)
     program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
-    return Partitioned(simplified(program), tokens_of(job.batch), measured)
+    return Partitioned(simplified(placed(program)), tokens_of(job.batch), measured)

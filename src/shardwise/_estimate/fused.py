@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._hlo import Access, Shape
+from .._hlo import Shape
 from .orders import Orders, dims_of, numbers_of
 from .partition import Op, Program
+from .windows import Kernel, mark_windows
 
 # Other names for the same memory.
 _ALIASES = {
@@ -39,49 +40,6 @@ _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
-# A TPU's compiler splits products over rings of this many devices, if they are all there are: seen
-# for 16, not for 2 and 4 of 16, nor for 64 of 256.
-_WINDOWED = range(8, 33)
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Kernel:
-    """One kernel, collective or loop.
-
-    Attributes:
-        ops: its operations.
-        heavy: whether it is a single operation that is never fused.
-        reads: the values that it reads, each with the bytes of it that are read.
-        writes: the values that it writes, each with its bytes.
-        operations: its scalar operations.
-        size: the elements that it iterates over.
-        level: how late it can run.
-        windowed: in how many parts it is computed while shards travel (a TPU's collective
-            matmul); 0 if it is not.
-        summed: whether these parts are added up.
-        absorbed: whether a product next to it does most of its work (on a TPU).
-    """
-
-    ops: list[Op]
-    heavy: bool
-    reads: dict[int, int] = dataclasses.field(default_factory=dict)
-    writes: dict[int, int] = dataclasses.field(default_factory=dict)
-    operations: int = 0
-    size: int = 0
-    level: int = 0
-    windowed: int = 0
-    summed: bool = False
-    absorbed: bool = False
-
-    @property
-    def op(self) -> Op:
-        """Its last operation."""
-        return self.ops[-1]
-
-    @property
-    def access(self) -> Access:
-        """What it moves through memory."""
-        return Access(sum(self.reads.values()), sum(self.writes.values()), self.operations)
 
 
 class Block:
@@ -93,7 +51,7 @@ class Block:
         ops: Sequence[Op],
         outputs: Sequence[int],
         *,
-        gpu: bool = True,
+        is_ring: Callable[[Op], bool] | None = None,
         devices: int = 0,
     ):
         """Groups the operations.
@@ -102,11 +60,13 @@ class Block:
             program: the step.
             ops: the operations of it, or of a loop's body.
             outputs: the values that are used afterwards.
-            gpu: whether they run on a GPU, where products read arrays in some orders alone.
+            is_ring: for TPUs, whether products are computed in parts over the devices of a
+                collective. None for GPUs, where products read arrays in some orders alone.
             devices: how many devices the mesh has.
         """
-        self.shapes, self.gpu, self.devices = program.shapes, gpu, devices
-        self.ops = _scattered(list(ops), gpu)
+        gpu = is_ring is None
+        self.shapes, self.gpu = program.shapes, gpu
+        self.ops = _scattered(list(ops), self.shapes, 0 if gpu else devices)
         self.maker = {value: op for op in self.ops for value in op.results}
         self.outputs = {self.root(value) for value in outputs}
         self.narrow: set[int] = set()
@@ -116,8 +76,8 @@ class Block:
         self.kept = self._needed(outputs)
         self._spread()
         self.kernels = self._ordered(self._merged(self._grouped()))
-        if not gpu:
-            self._window()
+        if is_ring is not None:
+            mark_windows(self.kernels, program.shapes, self.maker, is_ring)
 
     def root(self, value: int) -> int:
         """Returns the value whose memory this one shares."""
@@ -359,6 +319,14 @@ class Block:
                 break
         return [k for k in kernels if k not in gone]
 
+    @property
+    def allocated(self) -> list[Kernel]:
+        """The kernels in the order by which memory is allocated.
+
+        A GPU's compiler computes what only results are made of last, to hide collectives.
+        """
+        return self._ordered(self.kernels, results_last=True) if self.gpu else self.kernels
+
     def _by_row(self, op: Op) -> bool:
         """Returns whether a reduction sums the fastest dims, few enough for one kernel to hold."""
         dims, source = dims_of(op, "dimensions"), op.operands[0]
@@ -385,58 +353,21 @@ class Block:
                 kept.append(kernel)
         return kept
 
-    def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
+    def _ordered(self, kernels: list[Kernel], *, results_last: bool = False) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
-        before, after = _neighbours(kernels)
+        _, after = _neighbours(kernels)
         early = _levels(kernels)
-        late = list(early)
+        late = [max(early, default=0)] * len(early) if results_last else list(early)
         for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
             if after[i]:
                 late[i] = min(late[j] for j in after[i]) - 1
-        for kernel, level in zip(kernels, late, strict=True):
-            kernel.level = level
+        if not results_last:
+            for kernel, level in zip(kernels, late, strict=True):
+                kernel.level = level
         return [
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
         ]
-
-    def _window(self) -> None:
-        """Marks the gathers that feed one product alone, the scatters of products, and those."""
-        readers: dict[int, list[Kernel]] = defaultdict(list)
-        owner: dict[int, Kernel] = {}
-        for kernel in self.kernels:
-            owner |= dict.fromkeys(kernel.writes, kernel)
-            for value in kernel.reads:
-                readers[value].append(kernel)
-        for kernel in self.kernels:
-            if kernel.op.kind == "all-gather":
-                near = [k for value in kernel.writes for k in readers[value]]
-            elif kernel.op.kind == "reduce-scatter":
-                near = [owner[value] for value in kernel.reads if value in owner]
-            else:
-                continue
-            if len(near) == 1 and near[0].op.kind == "dot_general":
-                parts = math.prod(size for _, size in kernel.op.axes)
-                if parts not in _WINDOWED or parts != self.devices:
-                    continue
-                kernel.windowed = near[0].windowed = parts
-                near[0].summed = kernel.op.kind == "all-gather" and self._sums(near[0], kernel)
-
-        if any(kernel.windowed for kernel in self.kernels):
-            return
-        for kernel in self.kernels:
-            if not kernel.heavy:
-                near = [owner[v] for v in kernel.reads if v in owner]
-                near += [k for v in kernel.writes for k in readers[v]]
-                kernel.absorbed = any(k.op.kind == "dot_general" for k in near if k.heavy)
-
-    def _sums(self, product: Kernel, gather: Kernel) -> bool:
-        """Returns whether a product contracts the dim that is gathered for it."""
-        numbers = numbers_of(product.op)
-        for side, operand in enumerate(product.op.operands[:2]):
-            if set(self._behind(operand)) & gather.writes.keys():
-                return bool(set(gather.op.dims) & set(numbers[side]))
-        return False
 
 
 def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
@@ -494,10 +425,12 @@ def captured(loop: Op) -> set[int]:
     return used - inside
 
 
-def _scattered(ops: list[Op], gpu: bool) -> list[Op]:
-    """Returns the operations with a reduce-scatter for each all-reduce of which a part is kept."""
-    # A TPU's compiler reduces what a scatter made before it takes a part.
-    whole = {value for op in ops if op.kind == "scatter" and not gpu for value in op.results}
+def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
+    """Returns the operations with a reduce-scatter for each all-reduce of which a part is kept.
+
+    A TPU's compiler does so for products; for others, not if all devices (`ring`) take part.
+    """
+    products = {v for op in ops if op.kind == "dot_general" and not op.manual for v in op.results}
     users: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         for operand in op.operands:
@@ -512,14 +445,46 @@ def _scattered(ops: list[Op], gpu: bool) -> list[Op]:
                 through.append(user[0])
                 value = user[0].results[0]
                 user = users[value]
-            sliced = len(user) == 1 and user[0].kind == "all_slice" and not through
-            if sliced and not whole & set(op.operands):
+            sliced = len(user) == 1 and user[0].kind == "all_slice"
+            parts = math.prod(size for _, size in op.axes)
+            casts = bool(through)
+            if ring and parts != ring:
+                casts = any(each.kind != "convert" for each in through)
+            if sliced and not casts and (parts != ring or set(op.operands) <= products):
+                scattered = user[0].results
+                inner = user[0].axes or op.axes
+                outer = tuple(axis for axis in op.axes if axis not in inner)
+                if set(inner) <= set(op.axes) and outer:
+                    # Scattered over some axes, and the parts reduced over the others.
+                    part = len(shapes)
+                    shapes[part] = dataclasses.replace(
+                        shapes[scattered[0]], dtype=shapes[op.results[0]].dtype
+                    )
+                    found.append(dataclasses.replace(op, kind="reduce-scatter", axes=inner,
+                                                     results=(part,), dims=user[0].dims))  # fmt: skip
+                    op = dataclasses.replace(op, operands=(part,), axes=outer)
+                    found.append(dataclasses.replace(op, results=scattered))
+                    gone |= {id(each) for each in (*through, user[0])}
+                    continue
+                if through:
+                    # Scattered first, and cast then.
+                    part = len(shapes)
+                    shapes[part] = dataclasses.replace(
+                        shapes[scattered[0]], dtype=shapes[op.results[0]].dtype
+                    )
+                    scattered = (part,)
                 found.append(
                     dataclasses.replace(
-                        op, kind="reduce-scatter", results=user[0].results, dims=user[0].dims
+                        op, kind="reduce-scatter", results=scattered, dims=user[0].dims
                     )
                 )
-                gone.add(id(user[0]))
+                gone |= {id(each) for each in (*through, user[0])}
+                if through:
+                    found.append(
+                        dataclasses.replace(
+                            through[-1], operands=scattered, results=user[0].results
+                        )
+                    )
                 continue
         found.append(op)
     return found

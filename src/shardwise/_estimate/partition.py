@@ -52,11 +52,13 @@ class Op:
         operands: the values it reads.
         results: the values it makes.
         attributes: what its price depends on, such as contracted dims.
-        axes: the mesh axes of a collective, each with the size of the part that it runs over.
+        axes: the mesh axes of a collective, each with the size of the part that it runs over; of a
+            scatter, those that split the rows of its result.
         dims: the dims that a collective gathers or splits.
         location: where it comes from, as MLIR writes it.
         body: the operations of a loop's body; `inside` its arguments, `after` what they become.
         trips: how many times a loop runs.
+        manual: whether it is in the body of a `shard_map`.
     """
 
     kind: str
@@ -70,6 +72,7 @@ class Op:
     inside: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     trips: int = 1
+    manual: bool = False
 
     @property
     def frames(self) -> list[tuple[str, int, str]]:
@@ -87,6 +90,7 @@ class Program:
         arguments: the values that the step is given.
         outputs: the values that it returns.
         donated: the arguments whose memory outputs reuse.
+        host: the values in the memory of the hosts.
     """
 
     ops: list[Op]
@@ -94,6 +98,7 @@ class Program:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
     donated: frozenset[int]
+    host: frozenset[int] = frozenset()
 
 
 def partition(module: Any, mesh: Mapping[str, int]) -> Program:
@@ -138,7 +143,7 @@ class _Reader:
             if "arg_attrs" in main.attributes
             else None
         )
-        arguments, donated = [], set()
+        arguments, donated, host = [], set(), set()
         for number, argument in enumerate(block.arguments):
             text = str(given[number]) if given is not None else ""
             value = self._new(argument.type, text if "sdy.sharding" in text else "", 0)
@@ -146,8 +151,12 @@ class _Reader:
             arguments.append(value)
             if "tf.aliasing_output" in text or "jax.buffer_donor" in text:
                 donated.add(value)
+            if '"pinned_host"' in text:
+                host.add(value)
         ops, outputs = self._block(block, known)
-        return Program(ops, self.shapes, tuple(arguments), tuple(outputs), frozenset(donated))
+        return Program(
+            ops, self.shapes, tuple(arguments), tuple(outputs), frozenset(donated), frozenset(host)
+        )
 
     def _new(self, kind: Any, sharding: str, number: int) -> int:
         value = len(self.shapes)
@@ -217,7 +226,9 @@ class _Reader:
             known[result] = value
             results.append(value)
         kind = name.partition(".")[2]
-        made = Op(kind, operands, tuple(results), location=str(op.location))
+        made = Op(
+            kind, operands, tuple(results), location=str(op.location), manual=bool(self.manual)
+        )
         if name in _COLLECTIVES:
             made.kind, attribute = _COLLECTIVES[name]
             text = str(op.attributes[attribute])
@@ -227,10 +238,25 @@ class _Reader:
         elif name.startswith("stablehlo.") and kind in _WRITTEN:
             made.kind, made.axes = _WRITTEN[kind], self._spanned(op)
         elif name == "sdy.all_slice":
-            made.dims = _split_dims(str(op.attributes["slicing_axes"]))
+            text = str(op.attributes["slicing_axes"])
+            made.axes, made.dims = self._axes(text), _split_dims(text)
         elif name == "stablehlo.while":
             yield self._while(op, made, known)
             return
+        elif kind == "scatter" and results:
+            each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[\{([^}]*)\}", sharding)
+            made.axes = self._axes(each[0]) if each else ()
+        elif kind in ("slice", "concatenate") and results:
+            axes = self._shifted(op, kind, sharding)
+            for _ in range(self._permutes(op, kind) if axes else 0):
+                shape = self.shapes[results[0]]
+                moved = len(self.shapes)
+                self.shapes[moved] = shape
+                source = made.operands[0]
+                yield Op(
+                    "collective-permute", (source,), (moved,), axes=axes, location=made.location
+                )
+                made.operands = (moved, *made.operands[1:])
         elif name in ("stablehlo.constant", "sdy.constant"):
             made.kind = "constant"
             found = re.search(r"dense<(-?\d+)> : tensor<i", str(op.attributes["value"]))
@@ -250,6 +276,31 @@ class _Reader:
         elif kind in _PRICED:
             made.attributes = {named.name: str(named.attr) for named in _named(op)}
         yield made
+
+    def _shifted(self, op: Any, kind: str, sharding: str) -> tuple[tuple[str, int], ...]:
+        """Returns the axes of the split dim along which an operation moves data, if there is one."""
+        each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]", sharding)
+        dims = re.findall(r"\{([^}]*)\}", each[0]) if each else []
+        before, after = (
+            list(self.ir.RankedTensorType(v.type).shape) for v in (op.operands[0], op.results[0])
+        )
+        for dim, text in enumerate(dims[: len(after)]):
+            axes = [(n, s) for n, s in self._axes(text) if n not in self.manual and s > 1]
+            if axes and before[dim] != after[dim]:
+                return tuple(axes)
+        return ()
+
+    def _permutes(self, op: Any, kind: str) -> int:
+        """Returns how many permutes move what is cut off or joined along a split dim."""
+        if kind == "slice":
+            # The two halves of a rotation are moved when they are joined.
+            users = [use.owner.name for use in op.results[0].uses]
+            return 0 if users and all(n == "stablehlo.concatenate" for n in users) else 1
+        first, last = (
+            math.prod(self.ir.RankedTensorType(v.type).shape)
+            for v in (op.operands[0], op.operands[len(op.operands) - 1])
+        )
+        return 1 if first >= last else 2
 
     def _shard_map(self, op: Any, operands: tuple[int, ...], known: dict[Any, int]) -> Iterator[Op]:
         block = op.regions[0].blocks[0]

@@ -18,7 +18,8 @@ _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
 
 def simplified(program: Program) -> Program:
     """Returns the program without operations that are dead, or done before."""
-    ops = _live(_added_first(program, _uniform(program.ops, set())), program.outputs)
+    ops = _sliced_first(program, _uniform(program.ops, set()))
+    ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
     outputs = tuple(renamed.get(value, value) for value in program.outputs)
@@ -70,20 +71,133 @@ def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
         indices, updates = gathers
         assert indices is not None and updates is not None
         local = shapes[op.results[0]]
-        ways = math.prod(size for _, size in updates.axes)
+        ways = math.prod(size for _, size in op.axes)
         if not local.dims or local.nbytes * ways > 8 * shapes[updates.results[0]].nbytes:
             kept.append(op)
             continue
-        whole = len(shapes)
-        shapes[whole] = dataclasses.replace(local, dims=(local.dims[0] * ways, *local.dims[1:]))
+        mine, total = len(shapes), len(shapes) + 1
+        shapes[mine] = shapes[total] = dataclasses.replace(
+            local, dims=(local.dims[0] * ways, *local.dims[1:])
+        )
         given = (op.operands[0], indices.operands[0], updates.operands[0])
-        kept.append(dataclasses.replace(op, operands=given, results=(whole,)))
+        kept.append(dataclasses.replace(op, operands=given, results=(mine,), axes=()))
+        kept.append(
+            dataclasses.replace(updates, kind="all-reduce", operands=(mine,), results=(total,))
+        )
         kept.append(
             dataclasses.replace(
-                updates, kind="reduce-scatter", operands=(whole,), results=op.results, dims=(0,)
-            )
+                updates,
+                kind="all_slice",
+                operands=(total,),
+                results=op.results,
+                axes=op.axes,
+                dims=(0,),
+            )  # fmt: skip
         )
     return kept
+
+
+def _sliced_first(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with gathers of the slices that are read, in place of stacks of them.
+
+    Shardy gathers a stack of which a loop reads one layer at a time; the compilers gather the layer.
+    """
+    shapes = program.shapes
+    users: dict[int, list[Op]] = {}
+    for op in ops:
+        for value in {*op.operands, *(_read(op.body) if op.kind == "while" else ())}:
+            users.setdefault(value, []).append(op)
+    late: dict[int, Op] = {}  # gathers that wait for a slice of their result, by this result
+    kept: list[Op] = []
+    for op in ops:
+        (result,) = op.results if len(op.results) == 1 else (-1,)
+        if op.kind == "all-gather" and _only_sliced(op, users, shapes):
+            late[result] = op
+            continue
+        gather = late.get(op.operands[0]) if op.operands else None
+        if gather is not None and op.kind in ("dynamic_slice", "reshape"):
+            dims = gather.dims if op.kind == "dynamic_slice" else _kept_dims(gather, op, shapes)
+            part, ways = len(shapes), math.prod(size for _, size in gather.axes)
+            whole = shapes[result].dims
+            small = tuple(n // ways if d in dims else n for d, n in enumerate(whole))
+            shapes[part] = dataclasses.replace(shapes[result], dims=small)
+            kept.append(
+                dataclasses.replace(
+                    op, operands=(gather.operands[0], *op.operands[1:]), results=(part,)
+                )
+            )
+            made = dataclasses.replace(gather, operands=(part,), results=(result,), dims=dims)
+            if _only_sliced(made, users, shapes):
+                late[result] = made
+            else:
+                kept.append(made)
+            continue
+        if op.kind == "while":
+            op = _gathered_inside(op, late, shapes)
+            op = dataclasses.replace(op, body=_sliced_first(program, op.body))
+        kept.append(op)
+    return kept
+
+
+def _only_sliced(gather: Op, users: dict[int, list[Op]], shapes: Any) -> bool:
+    """Returns whether nothing but slices of a gathered array is read, along other dims."""
+    if len(gather.results) != 1 or len(gather.dims) != 1:
+        return False
+    (value,), (dim,) = gather.results, gather.dims
+    found = users.get(value, [])
+    for op in found:
+        if op.kind == "dynamic_slice" and op.operands[0] == value:
+            if shapes[op.results[0]].dims[dim] != shapes[value].dims[dim]:
+                return False
+        elif op.kind == "reshape":
+            dims = _kept_dims(gather, op, shapes)
+            inner = dataclasses.replace(gather, results=op.results, dims=dims)
+            if not _only_sliced(inner, users, shapes):
+                return False
+        elif op.kind == "while" and op.operands.count(value) == 1:
+            place = op.operands.index(value)
+            inside = op.inside[place]
+            if value in _read(op.body) or op.after[place] != inside:
+                return False
+            own: dict[int, list[Op]] = {}
+            for each in op.body:
+                for one in {*each.operands, *(_read(each.body) if each.body else ())}:
+                    own.setdefault(one, []).append(each)
+            if not _only_sliced(dataclasses.replace(gather, results=(inside,)), own, shapes):
+                return False
+        else:
+            return False
+    return bool(found)
+
+
+def _kept_dims(gather: Op, reshape: Op, shapes: Any) -> tuple[int, ...]:
+    """Returns where the gathered dim is after a reshape; nothing if it is split or joined."""
+    old, new = shapes[reshape.operands[0]].dims, shapes[reshape.results[0]].dims
+    (dim,) = gather.dims
+    after = math.prod(old[dim + 1 :])
+    return tuple(
+        d for d, n in enumerate(new) if n == old[dim] and math.prod(new[d + 1 :]) == after
+    )[:1]
+
+
+def _gathered_inside(loop: Op, late: dict[int, Op], shapes: Any) -> Op:
+    """Returns a loop that gathers what was to be gathered before it."""
+    operands, inside, after, first = (
+        list(loop.operands), list(loop.inside), list(loop.after), [],
+    )  # fmt: skip
+    for place, value in enumerate(loop.operands):
+        gather = late.get(value)
+        if gather is None:
+            continue
+        small = len(shapes)
+        shapes[small] = shapes[gather.operands[0]]
+        first.append(dataclasses.replace(gather, operands=(small,), results=(loop.inside[place],)))
+        operands[place], inside[place], after[place] = gather.operands[0], small, small
+        shapes[loop.results[place]] = shapes[small]
+    return dataclasses.replace(
+        loop, operands=tuple(operands), inside=tuple(inside), after=tuple(after),
+        body=[*first, *loop.body],
+    )  # fmt: skip
 
 
 def _read(ops: Sequence[Op]) -> set[int]:

@@ -3,11 +3,14 @@
 from .chosen import Chosen as Chosen
 from .chosen import choosing as choosing
 from .chosen import chosen_chunks as chosen_chunks
+from .chosen import see_pipeline as see_pipeline
+from .chosen import seeing as seeing
 from .jaxpr import call_jaxpr as call_jaxpr
 from .jaxpr import cut_jaxpr as cut_jaxpr
 from .jaxpr import is_jaxpr as is_jaxpr
 from .jaxpr import is_literal as is_literal
 from .jaxpr import jaxpr_as_fun as jaxpr_as_fun
+from .jaxpr import keep_outputs as keep_outputs
 from .jaxpr import opened as opened
 from .jaxpr import scan_parts as scan_parts
 from .jaxpr import sub_jaxprs as sub_jaxprs

@@ -42,3 +42,31 @@ def chosen_chunks() -> int:
         return 1
     chosen.used = True
     return chosen.loss_chunks
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Seen:
+    """What was found while a step was traced.
+
+    Attributes:
+        pipelined: whether a pipeline ran its stages along an axis.
+    """
+
+    pipelined: bool = False
+
+
+_seen: Any = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def seeing() -> Iterator[Seen]:
+    """Yields what is found in what is traced inside."""
+    seen = Seen()
+    with _seen(seen):
+        yield seen
+
+
+def see_pipeline() -> None:
+    """Notes that a pipeline is being traced, for whoever asked."""
+    if _seen.value is not None:
+        _seen.value.pipelined = True

@@ -40,6 +40,19 @@ def cut_jaxpr(jaxpr: Any, invars: list[Any], outvars: list[Any], eqns: list[Any]
     return open_jaxpr(invars, outvars, eqns, effects, jaxpr)
 
 
+def keep_outputs(jaxpr: Any, numbers: Sequence[int]) -> tuple[Any, Sequence[Any]]:
+    """Returns what computes some outputs of a closed jaxpr without inputs, and its arguments."""
+    program, consts = opened(jaxpr)
+    outvars = [program.outvars[number] for number in numbers]
+    needed = {v for v in outvars if not is_literal(v)}
+    eqns = []
+    for eqn in reversed(program.eqns):
+        if any(v in needed for v in eqn.outvars):
+            eqns.append(eqn)
+            needed.update(v for v in eqn.invars if not is_literal(v))
+    return cut_jaxpr(program, list(program.constvars), outvars, eqns[::-1]), consts
+
+
 def jaxpr_as_fun(jaxpr: Any) -> Callable[..., list[Any]]:
     """Returns the function that a jaxpr is, open or closed."""
     program, consts = opened(jaxpr)

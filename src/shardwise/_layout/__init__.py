@@ -10,6 +10,7 @@ from .layouts import layout as layout
 from .layouts import load_layout as load_layout
 from .layouts import require_layout as require_layout
 from .lockfile import key_impl as key_impl
+from .lockfile import read_step as read_step
 from .rows import fold_paths as fold_paths
 from .rows import show_shape as show_shape
 from .rules import Logical as Logical
@@ -18,8 +19,12 @@ from .rules import pattern_regex as pattern_regex
 from .rules import replicate as replicate
 from .rules import steps_text as steps_text
 from .strategies import FSDP_AXES as FSDP_AXES
+from .strategies import PART_AXES as PART_AXES
 from .strategies import Named as Named
 from .strategies import fsdp as fsdp
 from .strategies import stage_axes as stage_axes
 from .strategies import stages as stages
+from .strategies import zero1 as zero1
+from .strategies import zero2 as zero2
+from .strategies import zero_axes as zero_axes
 from .tensor_parallel import tensor as tensor

@@ -6,6 +6,7 @@ import dataclasses
 
 from .._base import public, show_bytes
 from .._mesh import mesh_types, normal_spec, show_mesh, show_spec
+from .._nnx import Leaf
 from .layouts import Layout
 from .rows import show_shape
 
@@ -53,6 +54,17 @@ def _show(layout: Layout) -> str:
     return show_mesh(layout.mesh) + (f" ({others})" if others else "")
 
 
+def _updates(leaf: Leaf) -> str:
+    """Returns the specs of gradient and optimizer state, where they are not that of the leaf."""
+    own = normal_spec(leaf.spec)
+    specs = {"gradient": leaf.gradients, "optimizer state": leaf.moments}
+    return "".join(
+        f", {what} {show_spec(normal_spec(spec))}"
+        for what, spec in specs.items()
+        if spec is not None and normal_spec(spec) != own
+    )
+
+
 def diff_layouts(old: Layout, new: Layout) -> LayoutDiff:
     """Returns what differs between two layouts."""
     before = {leaf.path: leaf for leaf in old.leaves}
@@ -60,7 +72,8 @@ def diff_layouts(old: Layout, new: Layout) -> LayoutDiff:
     changed = {}
     for path in before.keys() & after.keys():
         was, now = (
-            f"{show_shape(x)} {show_spec(normal_spec(x.spec))}" for x in (before[path], after[path])
+            f"{show_shape(x)} {show_spec(normal_spec(x.spec))}{_updates(x)}"
+            for x in (before[path], after[path])
         )
         if was != now:
             changed[path] = (was, now)

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import jax
@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import count, either, public, show_bytes, show_devices, show_type, text_table
 from .._jax import show_value
-from .._mesh import AnyMesh, require_spec, show_mesh, show_spec
+from .._mesh import AnyMesh, require_spec, shard_shape, show_mesh, show_spec
 from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
 from . import lockfile
 from .flow import Method, call_arguments, method_of, trace_flow
 from .optimizer import optimizer_leaves
 from .rows import HEADER, leaf_rows, show_shape
 from .rules import Logical, Patterns, Rules, Scene, from_annotations
-from .strategies import flatten_rules
+from .strategies import Fsdp, Zero, flatten_rules
 
 if TYPE_CHECKING:
     from .._report import Report
@@ -116,23 +116,32 @@ class Layout:
                 f"  spec {show_spec(leaf.spec)}  shard [{shard}]  {show_bytes(leaf.shard_bytes)} of "
                 f"{show_bytes(leaf.bytes)} on each device  copies {leaf.copies}"
             )
+        for what, spec in (("optimizer state", leaf.moments), ("gradient", leaf.gradients)):
+            if spec is not None:
+                lines.append(f"  {what} {show_spec(spec)}{_show_shard(leaf, spec)}")
+        lines += [f"  error {f.code}: {f.message}; {f.help}" for f in leaf.update_faults]
         lines.append(f"  decided by {leaf.reason}")
         considered = leaf.trail or (Opinion(None, "no rule matched this leaf"),)
         lines.append("  considered, in order:")
         for opinion in considered:
-            verdict = show_spec(opinion.spec) if opinion.spec is not None else "no opinion"
             source = f"{opinion.source}: " if opinion.source else ""
-            lines.append(f"    {source}{verdict}{' - ' if opinion.reason else ''}{opinion.reason}")
+            lines.append(
+                f"    {source}{opinion.verdict}{' - ' if opinion.reason else ''}{opinion.reason}"
+            )
             for pattern, spec in opinion.clashes:
                 lines.append(f"      {pattern!r} says {show_spec(spec)}")
         return "\n".join(lines)
 
-    def for_optimizer(self, tx: Any, *, wrt: Any = nnx.Param) -> Layout:
+    def for_optimizer(self, tx: Any, *, wrt: Any = nnx.Param, rules: Rules = None) -> Layout:
         """Returns the layout of `tx`'s state: each part follows the parameter that it belongs to.
 
         Args:
             tx: any optax transformation.
             wrt: which variables it trains; its state is that of `tx.init(nnx.state(model, wrt))`.
+            rules: how the state is split where that differs from the parameters: rules for the
+                parameters' leaves, as for `sw.layout`, on top of this layout. `"zero1"` or
+                `"fsdp"` splits what belongs to replicated parameters over the data axes. To train
+                with such a state, give `sw.zero1` to `sw.layout` instead.
 
         Example:
             >>> import optax, shardwise as sw
@@ -141,19 +150,47 @@ class Layout:
             >>> layout = sw.layout(make, sw.mesh("data=8", on="none"), "fsdp")
             >>> layout.for_optimizer(optax.adamw(1e-3))["0.mu.kernel"].spec
             P(None, 'data')
+            >>> replicated = sw.layout(make, sw.mesh("data=8", on="none"), "dp")
+            >>> replicated.for_optimizer(optax.adamw(1e-3), rules="zero1")["0.mu.kernel"].spec
+            P(None, 'data')
         """
         if not hasattr(tx, "init"):
             raise ValueError(f"{show_value(tx)} is not an optax transformation: it has no init")
-        leaves, treedef = optimizer_leaves(self.leaves, self.treedef, tx, wrt)
-        return Layout(self.mesh, tuple(leaves), treedef)
+        parameters, dead = self._ruled(rules)
+        leaves, treedef = optimizer_leaves(parameters, self.treedef, tx, wrt)
+        return Layout(self.mesh, tuple(leaves), treedef, dead)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the layout as a lockfile: JSON that is stable and easy to review."""
-        lockfile.write(path, self.lockfile())
+    def _ruled(self, rules: Rules) -> tuple[Sequence[Leaf], tuple[tuple[str, str], ...]]:
+        """Returns the leaves after further rules for the optimizer's state, and dead patterns."""
+        if rules is None:
+            return self.leaves, ()
+        sizes = dict(self.mesh.shape)
+        named = flatten_rules(rules, sizes)
+        for source, rule in named:
+            if hasattr(rule, "bind") and not isinstance(rule, Fsdp | Zero):
+                raise ValueError(
+                    f"rules={show_value(rules)} has {source}, which needs the model: give zero1, "
+                    f"zero2, fsdp, path patterns or functions of a leaf"
+                )
+        scene = Scene(None, sizes, lambda: None, lambda: None)
+        own = [dataclasses.replace(leaf, moments=None, gradients=None) for leaf in self.leaves]
+        leaves = _decide(named, own, scene)
+        return leaves, _dead_patterns(named, leaves)
 
-    def lockfile(self) -> str:
+    def save(self, path: str | os.PathLike[str], *, step: Mapping[str, Any] | None = None) -> None:
+        """Writes the layout as a lockfile: JSON that is stable and easy to review.
+
+        Args:
+            path: the file.
+            step: what belongs to the step rather than to the layout, such as
+                `{"accumulate": 2, "remat": "nothing_saveable"}`: `shardwise train --layout`
+                applies it too.
+        """
+        lockfile.write(path, self.lockfile(step))
+
+    def lockfile(self, step: Mapping[str, Any] | None = None) -> str:
         """Returns the text that `save` writes."""
-        return lockfile.text(self.mesh, self.leaves, self.dead_patterns)
+        return lockfile.text(self.mesh, self.leaves, self.dead_patterns, step)
 
     def report(self, *, against: Layout | None = None) -> Report:
         """Returns one HTML page: findings, memory, the model as a tree and by size, and the mesh.
@@ -187,7 +224,20 @@ class Layout:
         note = f"; {wrong} with errors, counted as replicated: see sw.check" if wrong else ""
         return (
             f"{count(len(self.leaves), 'leaf', 'leaves')} on {show_mesh(self.mesh)}: {show_bytes(self.bytes_per_device)} "
-            f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}{self._left()}"
+            f"of {show_bytes(self.total_bytes)} on {show_devices(self.mesh.size)} (exact){note}{self._split_updates()}{self._left()}"
+        )
+
+    def _split_updates(self) -> str:
+        """Returns a clause with the axes that split optimizer state and gradients, but not weights."""
+        split = [leaf for leaf in self.leaves if leaf.update_axes]
+        if not split:
+            return ""
+        axes = [a for a in self.mesh.shape if any(a in leaf.update_axes for leaf in split)]
+        what = (
+            "gradients and optimizer state" if split[0].gradients is not None else "optimizer state"
+        )
+        return (
+            f"; {what} of {count(len(split), 'leaf', 'leaves')} also split over {', '.join(axes)}"
         )
 
     def _left(self) -> str:
@@ -236,7 +286,8 @@ def layout(
             abstract; or a `Recipe`, whose model is laid out and whose loss strategies trace.
         mesh: from `sw.mesh`, or any JAX mesh.
         rules: applied in order after the model's own annotations: a dict of path patterns, a
-            function of a leaf, a strategy or its name, or a list of these.
+            function of a leaf, a strategy or its name, or a list of these; or "best" alone, for a
+            recipe on known chips: the strategy whose step is fastest (modelled), see `sw.search`.
         logical: the axes that names in annotations map to: `{"mlp": "model", "embed": None}`.
         inputs: what the model is called with, for strategies that trace the forward pass: a
             tuple of positional arguments, a dict of keyword arguments, or one argument;
@@ -263,6 +314,10 @@ def layout(
     """
     sizes = _sizes(mesh)
     call_arguments(inputs)
+    if isinstance(rules, str) and rules == "best":
+        from .._search import best_layout
+
+        return best_layout(model, mesh, logical=logical, inputs=inputs, method=method)
     recipe = model if isinstance(model, Recipe) else None
     abstract = abstract_model(model.model if isinstance(model, Recipe) else model, mesh)
     leaves = leaves_of(abstract, sizes)
@@ -278,12 +333,9 @@ def layout(
 
     scene = Scene(abstract, sizes, flow, traced_anyway)
     named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
-    for source, rule in named:
-        pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
-        leaves = [_apply(leaf, source, pick) for leaf in leaves]
+    leaves = _decide(named, leaves, scene)
     treedef = jax.tree.structure(abstract.state)
-    dead = tuple(d for _, rule in named if isinstance(rule, Patterns) for d in _dead(rule, leaves))
-    return Layout(mesh, tuple(leaves), treedef, dead)
+    return Layout(mesh, tuple(leaves), treedef, _dead_patterns(named, leaves))
 
 
 @public
@@ -326,6 +378,12 @@ def load_layout(path: str | os.PathLike[str], mesh: AnyMesh | None = None) -> La
     return found if mesh is None else found.on(mesh)
 
 
+def _show_shard(leaf: Leaf, spec: P) -> str:
+    if leaf.faults or leaf.update_faults:
+        return ""
+    return f"  shard [{','.join(map(str, shard_shape(leaf.shape, spec, leaf.sizes)))}]"
+
+
 def _sizes(mesh: AnyMesh) -> dict[str, int]:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(
@@ -333,6 +391,14 @@ def _sizes(mesh: AnyMesh) -> dict[str, int]:
             f"or a jax.sharding.Mesh"
         )
     return dict(mesh.shape)
+
+
+def _decide(named: Sequence[tuple[str, Any]], leaves: list[Leaf], scene: Scene) -> list[Leaf]:
+    """Returns the leaves after all rules, in order; ZeRO comes last, since it adds to final specs."""
+    for source, rule in sorted(named, key=lambda pair: isinstance(pair[1], Zero)):
+        pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
+        leaves = [_apply(leaf, source, pick) for leaf in leaves]
+    return leaves
 
 
 def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
@@ -347,8 +413,25 @@ def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:
         opinion = Opinion(require_spec(opinion, f"rule {source!r} at {leaf.path!r}"))
     elif opinion.spec is not None:
         require_spec(opinion.spec, f"rule {source!r} at {leaf.path!r}")
+    for spec in (opinion.moments, opinion.gradients):
+        if spec is not None:
+            require_spec(spec, f"rule {source!r} at {leaf.path!r}")
     opinion = dataclasses.replace(opinion, source=source)
     trail = (*leaf.trail, opinion)
+    if opinion.moments is not None or opinion.gradients is not None:
+        leaf = dataclasses.replace(
+            leaf,
+            moments=leaf.moments if opinion.moments is None else opinion.moments,
+            gradients=leaf.gradients if opinion.gradients is None else opinion.gradients,
+        )
+        if opinion.spec is None:
+            return dataclasses.replace(
+                leaf,
+                reason=f"{leaf.reason}; {source}: {opinion.reason}",
+                trail=trail,
+                left=opinion.left or leaf.left,
+                intentional=leaf.intentional or opinion.intentional,
+            )
     if opinion.spec is None:
         # Until a rule decides, the best reason available is why the last one did not.
         undecided = opinion.reason and all(earlier.spec is None for earlier in leaf.trail)
@@ -379,6 +462,13 @@ def require_layout(layout: Any) -> Layout:
     if not isinstance(layout, Layout):
         raise ValueError(f"the layout is of type {type(layout).__name__}: make one with sw.layout")
     return layout
+
+
+def _dead_patterns(
+    named: Sequence[tuple[str, Any]], leaves: Sequence[Leaf]
+) -> tuple[tuple[str, str], ...]:
+    rules = [rule for _, rule in named if isinstance(rule, Patterns)]
+    return tuple(pair for rule in rules for pair in _dead(rule, leaves))
 
 
 def _dead(rule: Patterns, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:

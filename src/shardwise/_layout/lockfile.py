@@ -22,7 +22,22 @@ FORMAT = 1
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[str, str]]) -> str:
+# What belongs to the step, beside the layout: the fields of a recipe, and a pipeline's microbatches.
+STEP = {
+    "remat": (str, type(None)),
+    "accumulate": (int,),
+    "loss_chunks": (int,),
+    "offload": (str,),
+    "microbatches": (int, type(None)),
+}
+
+
+def text(
+    mesh: AnyMesh,
+    leaves: Sequence[Leaf],
+    dead_patterns: Sequence[tuple[str, str]],
+    step: Mapping[str, Any] | None = None,
+) -> str:
     """Returns a lockfile's text."""
     head = {
         "format": FORMAT,
@@ -33,6 +48,8 @@ def text(mesh: AnyMesh, leaves: Sequence[Leaf], dead_patterns: Sequence[tuple[st
         "dead_patterns": [list(pair) for pair in dead_patterns],
         "bytes_per_device": sum(leaf.resident_bytes for leaf in leaves),
     }
+    if step is not None:
+        head["step"] = _step(step)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]
     return "\n".join(["{", *lines, '  "leaves": [', ",\n".join(rows), "  ]", "}", ""])
@@ -74,6 +91,28 @@ def read(
         return mesh, [_leaf(row, sizes) for row in data["leaves"]], dead
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
+
+
+def read_step(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Returns what a lockfile says of the step; empty if it has only a layout.
+
+    Raises:
+        ValueError: it cannot be read, or names what no step has.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        return _step(data.get("step", {}))
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
+
+
+def _step(step: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in step.items():
+        if name not in STEP or type(value) not in STEP[name]:
+            raise ValueError(
+                f"step has {name!r}: {value!r}; it may have {', '.join(STEP)}, as sw.search finds them"
+            )
+    return dict(step)
 
 
 def _row(leaf: Leaf) -> dict[str, Any]:
@@ -122,6 +161,8 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         left=_left(row.get("left", "")),
         gathered=frozenset(row.get("gathered", ())),
         stacked=tuple(row.get("stacked", ())),
+        moments=parse_spec(row["moments"]) if "moments" in row else None,
+        gradients=parse_spec(row["gradients"]) if "gradients" in row else None,
     )
 
 

@@ -36,7 +36,7 @@ def optimizer_leaves(
         )
     parameters = nnx.filter_state(state, wrt)
     abstract = jax.eval_shape(tx.init, parameters)
-    by_keys = {leaf.keys: leaf for leaf in leaves}
+    by_keys = {leaf.keys: _as_state(leaf) for leaf in leaves}
     owners = {keys: by_keys[keys] for keys, _ in keyed_leaves(parameters)}
     by_update = functools.cache(lambda: _specs_by_update(parameters, abstract, tx, owners))
     found = []
@@ -58,7 +58,7 @@ def optimizer_leaves(
         spec = specs[0] if specs else P()
         if not specs:
             how = "no dim is known to match, so it is replicated"
-        reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}"
+        reason = f"optimizer: follows {owner.path} {show_spec(owner.spec)}, {how}{_why(owner)}"
         same = leaf.shape == owner.shape
         found.append(
             dataclasses.replace(
@@ -73,6 +73,18 @@ def optimizer_leaves(
             )
         )
     return found, jax.tree.structure(abstract)
+
+
+def _as_state(leaf: Leaf) -> Leaf:
+    """Returns a parameter's leaf with the spec that its optimizer state follows."""
+    gathered = leaf.gathered | {*leaf.update_axes}
+    return dataclasses.replace(leaf, spec=leaf.update_spec, gathered=gathered)
+
+
+def _why(owner: Leaf) -> str:
+    """Returns why the optimizer state is not split as the parameter itself, if that is known."""
+    why = [f"{o.source}: {o.reason}" for o in owner.trail if o.moments is not None]
+    return f" ({why[-1]})" if why else ""
 
 
 class _Owners:

@@ -30,14 +30,14 @@ class Scene:
     """What a strategy can look at before it decides: the whole model at once.
 
     Attributes:
-        model: the abstract model.
+        model: the abstract model; None where only the leaves are known.
         sizes: the mesh's axes and their sizes.
         flow: returns how each leaf's dims flow through the forward pass, or None if
             `layout` has neither inputs nor a recipe.
         known: the same, but None if that would require tracing a recipe's loss first.
     """
 
-    model: AbstractModel
+    model: AbstractModel | None
     sizes: Mapping[str, int]
     flow: Callable[[], Flow | None]
     known: Callable[[], Flow | None]

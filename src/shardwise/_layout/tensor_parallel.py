@@ -1,4 +1,4 @@
-"""Tensor parallelism: Megatron pairs, found by how dims flow through the forward pass."""
+"""Tensor parallelism: Megatron pairs, found by how dims flow through the forward pass; experts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from .._base import public
-from .._mesh import make_spec, padded
+from .._mesh import dim_axes, make_spec, padded
 from .._nnx import Leaf, Opinion
 from .flow import Flow, Group
 from .guess import Split, guess_pairs
 from .rules import Rule, Scene, require_axes
+
+# The name that a model gives to the dim of its experts.
+_EXPERTS = "experts"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class Tensor:
         require_axes((self.axis,), scene.sizes, "tensor")
         ways = scene.sizes[self.axis]
         flow = scene.flow()
+        assert scene.model is not None, "for_optimizer rejects strategies that need the model"
         if flow is None:
             splits = guess_pairs(leaves, scene.model, self.axis, ways)
         else:
@@ -230,3 +234,44 @@ def _opinions(axis: str, leaves: Sequence[Leaf], splits: Mapping[int, Split]) ->
         taken[split.dim] = (axis,)
         opinions[leaf.path] = Opinion(make_spec(taken), split.reason, refines=True)
     return opinions
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Experts:
+    """Expert parallelism over one axis: dims named `experts` are split."""
+
+    axis: str
+
+    def bind(self, leaves: Sequence[Leaf], scene: Scene) -> Rule:
+        """Returns the rule.
+
+        Raises:
+            ValueError: the mesh does not have the axis, or no dim is named `experts`.
+        """
+        require_axes((self.axis,), scene.sizes, "expert")
+        if not any(_expert_dim(leaf) is not None for leaf in leaves):
+            raise ValueError(
+                "expert found no experts: name their dim 'experts' in the model's annotations, "
+                "as models.Config(experts=8) does"
+            )
+        return self._pick
+
+    def _pick(self, leaf: Leaf) -> Opinion:
+        dim = _expert_dim(leaf)
+        if dim is None:
+            return Opinion(None, "no dim is named 'experts'")
+        taken = padded(leaf.spec, leaf.ndim)
+        if taken[dim] or any(self.axis in entry for entry in taken):
+            return Opinion(None, f"an earlier rule already splits dim {dim}, or uses {self.axis!r}")
+        # Experts that do not divide are split all the same: `check` reports it.
+        taken[dim] = (self.axis,)
+        return Opinion(make_spec(taken), f"dim {dim}, {leaf.shape[dim]} experts", refines=True)
+
+    def __str__(self) -> str:
+        """Returns it as it was written."""
+        return f"expert({self.axis!r})"
+
+
+def _expert_dim(leaf: Leaf) -> int | None:
+    named = enumerate(leaf.names or ())
+    return next((dim for dim, names in named if _EXPERTS in dim_axes(names)), None)

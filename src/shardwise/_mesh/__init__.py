@@ -1,6 +1,7 @@
 """Meshes by name, and arithmetic on PartitionSpecs."""
 
 from .meshes import DATA_AXES as DATA_AXES
+from .meshes import SEQUENCE_AXES as SEQUENCE_AXES
 from .meshes import STAGES as STAGES
 from .meshes import AnyMesh as AnyMesh
 from .meshes import chips_of as chips_of

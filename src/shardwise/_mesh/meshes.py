@@ -17,6 +17,8 @@ AnyMesh = Mesh | AbstractMesh
 _MOST_CPU_DEVICES = 1024
 # The names of axes that a batch is split over.
 DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
+# The names of axes that the second dim of a batch, its sequences, is split over.
+SEQUENCE_AXES = ("sequence",)
 # The logical name that a step maps to the axis over which its layout splits stacks of layers.
 STAGES = "stages"
 

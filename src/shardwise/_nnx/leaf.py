@@ -10,7 +10,7 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec as P
 
 from .._base import public
-from .._mesh import Fault, faults, shard_shape, show_spec, ways
+from .._mesh import Fault, faults, shard_shape, show_spec, spec_axes, ways
 
 # Why a strategy left a leaf unsplit.
 Left = Literal["", "small", "indivisible"]
@@ -36,6 +36,8 @@ class Opinion:
         left: why a strategy left the leaf unsplit: it is `small` or `indivisible`; otherwise
             empty.
         stacked: dims that the rule knows to be stacks of layers.
+        moments: the spec that the rule wants for the leaf's optimizer state; None for no opinion.
+        gradients: the spec that it wants for the leaf's gradient; None for no opinion.
     """
 
     spec: P | None
@@ -47,6 +49,15 @@ class Opinion:
     clashes: tuple[tuple[str, P], ...] = ()
     left: Left = ""
     stacked: tuple[int, ...] = ()
+    moments: P | None = None
+    gradients: P | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The spec that the rule wants, in words."""
+        if self.spec is not None:
+            return show_spec(self.spec)
+        return "no opinion" if self.moments is None and self.gradients is None else "unchanged"
 
 
 @public
@@ -70,6 +81,10 @@ class Leaf:
         gathered: axes over which FSDP splits it, to be gathered before use.
         intentional: whether it is replicated on purpose.
         left: why a strategy left it unsplit: `small`, `indivisible`, or empty.
+        moments: how the optimizer's state of it is split, where a rule chose that (`zero1`); None
+            if that follows `spec`.
+        gradients: how its gradient is split, where a rule chose that (`zero2`); None if that
+            follows `spec`.
     """
 
     path: str
@@ -86,6 +101,8 @@ class Leaf:
     gathered: frozenset[str] = frozenset()
     intentional: bool = False
     left: Left = ""
+    moments: P | None = None
+    gradients: P | None = None
 
     @property
     def ndim(self) -> int:
@@ -135,6 +152,30 @@ class Leaf:
         return self.bytes if self.faults else self.shard_bytes
 
     @property
+    def update_spec(self) -> P:
+        """How its optimizer state is split, which is how its update is computed."""
+        return self.spec if self.moments is None else self.moments
+
+    @property
+    def update_axes(self) -> tuple[str, ...]:
+        """The axes that split its optimizer state but not the leaf itself, in the mesh's order."""
+        used, more = (
+            {a for dim in spec_axes(s) for a in dim} for s in (self.spec, self.update_spec)
+        )
+        return tuple(axis for axis in self.sizes if axis in more - used)
+
+    @property
+    def update_faults(self) -> list[Fault]:
+        """Why the specs of its optimizer state and gradient cannot be applied; empty if they can."""
+        specs = {"optimizer state": self.moments, "gradient": self.gradients}
+        found: dict[str, Fault] = {}
+        for what, spec in specs.items():
+            for fault in faults(self.shape, spec, self.sizes) if spec is not None else ():
+                named = dataclasses.replace(fault, message=f"its {what}: {fault.message}")
+                found.setdefault(fault.message, named)
+        return [] if self.faults else list(found.values())
+
+    @property
     def is_replicated(self) -> bool:
         """Whether each of several devices holds a full copy."""
         return not self.faults and self.copies == math.prod(self.sizes.values()) > 1
@@ -148,9 +189,11 @@ class Leaf:
     def to_dict(self) -> dict[str, Any]:
         """Returns the leaf as plain data, as JSON and lockfiles have it.
 
-        What one device holds is None where the spec cannot be applied.
+        What one device holds is None where the spec cannot be applied. `moments` and `gradients`
+        are there only where a rule chose them.
         """
         sound = not self.faults
+        chosen = {"moments": self.moments, "gradients": self.gradients}
         return {
             "path": self.path,
             "kind": self.kind,
@@ -161,6 +204,7 @@ class Leaf:
             "shard_bytes": self.shard_bytes if sound else None,
             "copies": self.copies if sound else None,
             "reason": self.reason,
+            **{name: show_spec(spec) for name, spec in chosen.items() if spec is not None},
         }
 
     def _require_sound(self) -> None:

@@ -50,7 +50,8 @@ class Recipe:
             at each step. A model with its own `nnx.Rngs` does not need it.
         ema: the decay of a moving average of the trained variables, kept in `state.ema`.
         batch_spec: how the batch is split: a `PartitionSpec`, or a pytree of them like the
-            batch. By default, dim 0 of every leaf is split over the mesh's data axes.
+            batch. By default, dim 0 of every leaf is split over the mesh's data axes, and dim 1
+            over its axis `sequence`, if it has one.
         compiler_options: XLA options for the step, by name, in addition to the defaults for the
             kind of device.
 

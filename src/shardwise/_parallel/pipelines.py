@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from .._base import public
+from .._jax import see_pipeline
 from .._mesh import STAGES, AnyMesh
 from .._nnx import dotted
 from .._simulate import is_traced
@@ -214,6 +215,8 @@ class Pipeline:
                 f"the layout splits stacks of layers over {' and '.join(axes)}: a pipeline runs "
                 f"along one axis"
             )
+        if axes:
+            see_pipeline()
         return axes[0] if axes else None
 
     def _timetable(self, stages: int, batch: Any = None, ways: int = 1) -> Timetable:

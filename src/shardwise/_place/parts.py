@@ -4,11 +4,12 @@ A single jitted program that initialises every leaf of a model keeps the tempora
 alive at once, and compiles the same initialiser again for every layer. Here the traced program is
 cut up: small values (random keys, scalars) are computed first, then each leaf by its own program,
 one after the other. Programs that differ only in their inputs, such as those of identical layers,
-are compiled once.
+are compiled once, also when the same model is initialised again.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,11 @@ from .._jax import cut_jaxpr, is_jaxpr, is_literal, jaxpr_as_fun
 # jitted programs, since rounding may differ without jit.
 _SMALL = 4096
 _LIGHT_BYTES = 2**28
+# Jitted programs by key, the last used last. Each keeps alive what the key has only the ids of, so
+# those with large constants are left out.
+_PROGRAMS: collections.OrderedDict[Any, tuple[Any, Any]] = collections.OrderedDict()
+_MOST_PROGRAMS = 128
+_CONSTANT_BYTES = 2**20
 
 
 def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Array]:
@@ -44,7 +50,8 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
     mostly_different = 2 * len({key for _, key in keyed}) > len(parts)
     light = sum(_bytes(v) for v in jaxpr.outvars) < _LIGHT_BYTES
     if closed.effects or (mostly_different and light):
-        return list(jax.jit(jaxpr_as_fun(closed), out_shardings=list(shardings))())
+        key = (keys.of(jaxpr), tuple(map(id, consts)), tuple(shardings))
+        return list(_jitted(key, closed, list(shardings), keys)())
 
     wanted = [v for v in dict.fromkeys(v for p in parts for v in p.inputs) if v not in known]
     outputs = [i for i, v in enumerate(jaxpr.outvars) if is_literal(v) or v in computed]
@@ -59,13 +66,26 @@ def run_in_parts(closed: Any, shardings: Sequence[NamedSharding]) -> list[jax.Ar
     compiled: dict[Any, Any] = {}
     for part, key in keyed:
         if key not in compiled:
-            program = jaxpr_as_fun(part.jaxpr)
-            compiled[key] = jax.jit(program, out_shardings=part.shardings)
+            compiled[key] = _jitted(key, part.jaxpr, part.shardings, keys)
         # Wait, so that only one part's temporaries are in memory at a time.
         arrays = jax.block_until_ready(compiled[key](*(known[v] for v in part.inputs)))
         for i, array in zip(part.indices, arrays, strict=True):
             results[i] = array
     return results
+
+
+def _jitted(key: Any, closed: Any, shardings: list[NamedSharding], keys: _Keys) -> Any:
+    """Returns the jitted program of a closed jaxpr, the one of an earlier call if there is one."""
+    if key in _PROGRAMS:
+        _PROGRAMS.move_to_end(key)
+        return _PROGRAMS[key][0]
+    program = jax.jit(jaxpr_as_fun(closed), out_shardings=shardings)
+    constants = (*getattr(closed, "consts", ()), *keys.constants)
+    if sum(getattr(c, "nbytes", 0) for c in constants) <= _CONSTANT_BYTES:
+        _PROGRAMS[key] = program, (closed, keys)
+        if len(_PROGRAMS) > _MOST_PROGRAMS:
+            _PROGRAMS.popitem(last=False)
+    return program
 
 
 def put_anywhere(value: Any, sharding: Any) -> jax.Array:
@@ -175,6 +195,12 @@ class _Keys:
 
     def __init__(self) -> None:
         self.inner: dict[int, tuple[Any, Any]] = {}
+        self.objects: list[Any] = []
+
+    @property
+    def constants(self) -> list[Any]:
+        """The constants of inner jaxprs."""
+        return [c for value, _ in self.inner.values() for c in getattr(value, "consts", ())]
 
     def of(self, jaxpr: Any) -> Any:
         """Returns the key of a jaxpr: its equations, variables numbered in order of appearance."""
@@ -214,5 +240,6 @@ class _Keys:
         try:
             hash(value)
         except TypeError:
+            self.objects.append(value)  # kept alive, as above
             return ("object", id(value))
         return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -12,10 +12,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._base import either, public
 from .._check import check, matched
-from .._jax import jaxpr_as_fun
+from .._jax import jaxpr_as_fun, keep_outputs
 from .._layout import Layout, require_layout
 from .._mesh import show_mesh
 from .._nnx import AbstractModel, abstract_model, keyed_leaves
+from .moving import move_all
 from .parts import put_anywhere, run_in_parts
 
 T = TypeVar("T")
@@ -80,17 +81,47 @@ def initialise(model: AbstractModel, layout: Layout) -> Any:
     return jax.tree.unflatten(layout.treedef, arrays)
 
 
+def initialise_some(
+    model: AbstractModel, layout: Layout, numbers: Sequence[int]
+) -> dict[int, jax.Array]:
+    """Returns some arrays of a traced factory, by number; what the others need is not computed.
+
+    Args:
+        model: the abstract model of a factory.
+        layout: its layout as returned by `matched`, without errors, on a mesh of devices.
+        numbers: the numbers of the leaves.
+    """
+    if not numbers:
+        return {}
+    mesh = layout.mesh
+    assert isinstance(mesh, Mesh)
+    own = _with_types(mesh, AxisType.Auto if model.mesh is None else model.mesh.axis_types[0])
+    specs = [layout.leaves[number].spec for number in numbers]
+    program, inputs = keep_outputs(model.program, numbers)
+    run = jax.jit(jaxpr_as_fun(program), out_shardings=[NamedSharding(own, s) for s in specs])
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        with contextlib.nullcontext() if model.mesh is None else jax.set_mesh(own):
+            arrays = run(*inputs)
+    if mesh != own:
+        arrays = jax.device_put(arrays, [NamedSharding(mesh, spec) for spec in specs])
+    return dict(zip(numbers, arrays, strict=True))
+
+
 @public
-def shard(model: T, layout: Layout) -> T:
+def shard(model: T, layout: Layout, *, limit: int | None = None, donate: bool = False) -> T:
     """Returns the model, or the state, with every array placed according to the layout.
 
     Args:
         model: a model with arrays on any devices, or its state, or an optimizer's state
             (with the layout from `layout.for_optimizer`).
         layout: where to place them, on a mesh of available devices.
+        limit: the most bytes of these arrays that a device may hold meanwhile: leaves are moved
+            one after the other, in pieces that are small enough, as `sw.transfer` plans it.
+        donate: whether the old arrays are freed as they are moved. They cannot be used any more.
 
     Raises:
         LayoutError: the layout has errors, or belongs to another model; nothing is moved.
+        ValueError: the move needs more than `limit`; nothing is moved.
 
     Example:
         >>> import shardwise as sw
@@ -103,11 +134,11 @@ def shard(model: T, layout: Layout) -> T:
     mesh = require_devices(layout)
     if isinstance(model, nnx.Module):
         graphdef, state = nnx.split(model)
-        return nnx.merge(graphdef, _put(state, layout, mesh))
-    return _put(model, layout, mesh)
+        return nnx.merge(graphdef, _put(state, layout, mesh, limit, donate))
+    return _put(model, layout, mesh, limit, donate)
 
 
-def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
+def _put(state: Any, layout: Layout, mesh: Mesh, limit: int | None, donate: bool) -> Any:
     for keys, array in keyed_leaves(state):
         if isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(
@@ -115,6 +146,9 @@ def _put(state: Any, layout: Layout, mesh: Mesh) -> Any:
                 f"use sw.init to initialise the model in its shards"
             )
     own = matched(layout, state)
+    if limit is not None or donate:
+        arrays = move_all(jax.tree.leaves(state), own, limit=limit, donate=donate)
+        return jax.tree.unflatten(own.treedef, arrays)
     arrays = [
         put_anywhere(array, NamedSharding(mesh, leaf.spec))
         for array, leaf in zip(jax.tree.leaves(state), own.leaves, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 from .._check import Finding, group_similar
 from .._compile import Compiled, Plan
 from .._layout import Layout
-from .._mesh import padded, show_spec
+from .._mesh import padded
 from .._nnx import Leaf
 from .._time import StepTime
 from .timeline import short_op, timeline_data
@@ -90,9 +90,8 @@ def _names(leaf: Leaf) -> str:
 
 
 def _opinion(opinion: Any) -> str:
-    spec = show_spec(opinion.spec) if opinion.spec is not None else "no opinion"
     source = f"{opinion.source}: " if opinion.source else ""
-    return f"{source}{spec}{' - ' if opinion.reason else ''}{opinion.reason}"
+    return f"{source}{opinion.verdict}{' - ' if opinion.reason else ''}{opinion.reason}"
 
 
 def _time(compiled: Compiled | None) -> dict[str, Any] | None:

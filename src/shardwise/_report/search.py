@@ -41,15 +41,14 @@ def _verdict(found: Found) -> dict[str, str]:
 
 def _row(candidate: Candidate, found: Found | None) -> dict[str, Any]:
     """Returns what the page shows of one candidate."""
-    estimate, compiled = candidate.estimate, candidate.compiled
-    timed = compiled.time if compiled is not None else None
+    estimate = candidate.estimate
     why = ""
     if found is not None and found.best is not candidate:
         why = found.explain(found.best, candidate)
     return {
         **candidate.to_dict(),
         "axes": candidate.mesh,
-        "parts": dict(timed.parts) if timed is not None else dict(estimate.parts),
+        "parts": dict(candidate.parts),
         "state_bytes": estimate.state_bytes,
         "sent": {
             axes: sum(sent for _, sent in kinds.values())

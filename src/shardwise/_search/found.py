@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._base import public, show_bytes, show_seconds
 from .._compile import Compiled
 from .._estimate import Estimate
 from .._layout import Layout
 from .._nnx import Recipe
+from .remembered import Proof
 from .space import Choice
 
 if TYPE_CHECKING:
@@ -22,20 +26,32 @@ class Candidate:
     """One layout that a search looked at, with what a step would take.
 
     Attributes:
-        choice: chips, mesh, strategy, remat and accumulation.
+        choice: chips, mesh, strategy, and how the step is computed.
         estimate: from the partitioned program (modelled).
-        compiled: from the chips' own compiler; None if it was not compiled.
+        proof: what the chips' own compiler said; None if it was not asked.
         price: dollars for an hour of one chip; None if it was not given.
-        recipe: what `sw.compile`, `sw.train_step` and `sw.fit` take.
-        layout: its layout.
     """
 
     choice: Choice
     estimate: Estimate
-    recipe: Recipe
-    layout: Layout
-    compiled: Compiled | None = None
+    maker: Maker = dataclasses.field(repr=False, compare=False)
+    proof: Proof | None = None
     price: float | None = None
+
+    @functools.cached_property
+    def recipe(self) -> Recipe:
+        """What `sw.compile`, `sw.train_step` and `sw.fit` take, with its remat and accumulation."""
+        return self.maker.recipe(self.choice)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Its layout."""
+        return self.maker.layout(self.choice)
+
+    @functools.cached_property
+    def compiled(self) -> Compiled | None:
+        """What the compiler made, out of its cache; None if it was not compiled."""
+        return self.maker.compiled(self.recipe, self.layout) if self.proof is not None else None
 
     @property
     def chips(self) -> str:
@@ -63,44 +79,68 @@ class Candidate:
         return self.choice.accumulate
 
     @property
+    def loss_chunks(self) -> int:
+        """In how many chunks the loss is computed with the head."""
+        return self.choice.loss_chunks
+
+    @property
+    def offload(self) -> str:
+        """What is kept in the memory of the hosts between steps; "" for nothing."""
+        return self.choice.offload
+
+    @property
+    def microbatches(self) -> int | None:
+        """Into how many parts a pipeline splits the batch; None for the model's own number."""
+        return self.choice.microbatches
+
+    @property
+    def samples(self) -> int:
+        """The samples of the global batch."""
+        return self.choice.samples
+
+    @property
     def seconds(self) -> float:
         """One step (modelled): of the compiled program, if there is one."""
-        if self.compiled is not None and self.compiled.time is not None:
-            return self.compiled.time.seconds
-        return self.estimate.seconds
+        return self._figures.seconds
+
+    @property
+    def sample_seconds(self) -> float:
+        """The seconds of a step for each sample: what candidates are ranked by."""
+        return self.seconds / self.samples
 
     @property
     def peak_bytes(self) -> int:
         """The memory of one device at its peak: compiled, or modelled."""
-        if self.compiled is not None and self.compiled.memory is not None:
-            return self.compiled.memory.peak
-        return self.estimate.peak_bytes
+        return self._figures.peak_bytes
 
     @property
     def fits(self) -> bool:
         """Whether that is within a device's memory."""
-        if self.compiled is not None:
-            return bool(self.compiled.fits)
-        return self.estimate.fits
+        return self._figures.fits
 
     @property
     def mfu(self) -> float:
         """The share of the chips' peak that the model's own operations use."""
-        if self.compiled is not None and self.compiled.time is not None:
-            return self.compiled.time.mfu or 0.0
-        return self.estimate.mfu or 0.0
+        return self._figures.mfu or 0.0
 
     @property
     def bound(self) -> str:
         """The largest part of the step."""
-        if self.compiled is not None and self.compiled.time is not None:
-            return self.compiled.time.bound
-        return self.estimate.bound
+        return self._figures.bound
+
+    @property
+    def parts(self) -> Mapping[str, float]:
+        """How the seconds divide."""
+        return self._figures.parts
+
+    @property
+    def _figures(self) -> Estimate | Proof:
+        return self.estimate if self.proof is None else self.proof
 
     @property
     def devices(self) -> int:
         """How many devices there are."""
-        return self.layout.mesh.size
+        return self.choice.devices
 
     @property
     def cost(self) -> float | None:
@@ -115,7 +155,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """`compiled` or `modelled`: where the figures come from."""
-        return "compiled" if self.compiled is not None else "modelled"
+        return "compiled" if self.proof is not None else "modelled"
 
     @property
     def layout_options(self) -> str:
@@ -124,9 +164,34 @@ class Candidate:
 
     @property
     def step_options(self) -> str:
-        """The options that ask for its remat and accumulation, each after a space; may be empty."""
+        """The options that ask for the same step, each after a space; may be empty."""
         text = f" --remat {self.remat or 'none'}" if self.remat != "" else ""
-        return text + (f" --accumulate {self.accumulate}" if self.accumulate > 1 else "")
+        for name, value in (
+            ("accumulate", self.accumulate if self.accumulate > 1 else None),
+            ("loss-chunks", self.loss_chunks if self.loss_chunks > 1 else None),
+            ("offload", self.offload or None),
+            ("microbatches", self.microbatches),
+        ):
+            text += f" --{name} {value}" if value is not None else ""
+        return text
+
+    @property
+    def step(self) -> dict[str, Any]:
+        """What belongs to the step and not to the layout, as a lockfile has it."""
+        found = {
+            "accumulate": self.accumulate,
+            "loss_chunks": self.loss_chunks,
+            "offload": self.offload,
+            "microbatches": self.microbatches,
+        }
+        return found if self.remat == "" else {"remat": self.remat, **found}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the layout as a lockfile, with what belongs to the step under the key `step`.
+
+        `shardwise train --layout` applies both; `sw.load_layout` reads the layout.
+        """
+        self.layout.save(path, step=self.step)
 
     @property
     def command(self) -> str:
@@ -149,6 +214,10 @@ class Candidate:
             "strategy": self.strategy,
             "remat": self.remat,
             "accumulate": self.accumulate,
+            "loss_chunks": self.loss_chunks,
+            "offload": self.offload,
+            "microbatches": self.microbatches,
+            "samples": self.samples,
             "seconds": self.seconds,
             "low": self.estimate.low,
             "high": self.estimate.high,
@@ -167,7 +236,32 @@ class Candidate:
 
 def rank(candidates: list[Candidate]) -> list[Candidate]:
     """Returns the candidates, those that fit first, fastest first."""
-    return sorted(candidates, key=lambda c: (not c.fits, c.seconds, c.peak_bytes, c.mesh))
+    return sorted(
+        candidates,
+        key=lambda c: (not c.fits, c.sample_seconds, c.peak_bytes, c.choice.chips, c.choice.key),
+    )
+
+
+class Maker(Protocol):
+    """Makes what a candidate stands for, when it is asked for.
+
+    Attributes:
+        given: the recipe that is searched.
+    """
+
+    given: Recipe
+
+    def recipe(self, choice: Choice) -> Recipe:
+        """Returns the recipe of a choice."""
+        ...
+
+    def layout(self, choice: Choice) -> Layout:
+        """Returns the layout of a choice."""
+        ...
+
+    def compiled(self, recipe: Recipe, layout: Layout) -> Compiled:
+        """Returns a step that was compiled before."""
+        ...
 
 
 @public
@@ -199,7 +293,7 @@ class Found:
         fitting = [c for c in self.candidates if c.fits]
         if not fitting:
             raise ValueError(self._nothing())
-        return min(fitting, key=lambda c: (c.compiled is None, c.seconds))
+        return min(fitting, key=lambda c: (c.proof is None, c.sample_seconds))
 
     @property
     def smallest(self) -> Candidate:
@@ -210,14 +304,14 @@ class Found:
     def cheapest(self) -> Candidate | None:
         """The candidate that fits at the lowest cost of a step; None without prices."""
         priced = [c for c in self.candidates if c.fits and c.cost is not None]
-        return min(priced, key=lambda c: (c.cost, c.seconds), default=None)
+        return min(priced, key=lambda c: ((c.cost or 0.0) / c.samples, c.seconds), default=None)
 
     @property
     def front(self) -> tuple[Candidate, ...]:
         """The candidates that fit and that no other one beats in both time and memory."""
         kept: list[Candidate] = []
         fitting = [c for c in self.candidates if c.fits]
-        for each in sorted(fitting, key=lambda c: (c.seconds, c.peak_bytes)):
+        for each in sorted(fitting, key=lambda c: (c.sample_seconds, c.peak_bytes)):
             if not kept or each.peak_bytes < kept[-1].peak_bytes:
                 kept.append(each)
         return tuple(kept)
@@ -225,6 +319,8 @@ class Found:
     def explain(self, one: Candidate, other: Candidate) -> str:
         """Returns why one candidate is faster or smaller than another, in bytes and milliseconds."""
         lines = [f"A  {one}", f"B  {other}", ""]
+        if one.samples != other.samples:
+            lines.append(f"  samples in a step: {one.samples} in A, {other.samples} in B")
         gap = one.seconds - other.seconds
         faster, slower = ("A", "B") if gap <= 0 else ("B", "A")
         lines.append(f"{faster} is {show_seconds(abs(gap))} faster than {slower} ({one.label}):")
@@ -250,6 +346,9 @@ class Found:
 
     def __str__(self) -> str:
         """Returns the table of candidates, and what was noticed."""
+        if not self.candidates:
+            stopped = f"; stopped early: {self.stopped}" if self.stopped else ""
+            return self._nothing() + stopped
         lines = [_table(list(self.candidates[:12]))]
         if len(self.candidates) > 12:
             lines.append(f"and {len(self.candidates) - 12} more")
@@ -297,23 +396,37 @@ class Found:
 
 
 def _table(candidates: list[Candidate], *, chips: bool = False) -> str:
-    head = ["", "mesh", "strategy", "remat", "parts", "step", "peak", "of", "MFU", "bound by", ""]
     several = chips or len({c.chips for c in candidates}) > 1
-    priced = any(c.cost is not None for c in candidates)
-    rows = [head + (["$/step"] if priced else []) + (["chips"] if several else [])]
-    for number, c in enumerate(candidates, 1):
-        row = [
-            str(number), c.mesh, c.strategy, _remat(c.remat), str(c.accumulate),
-            show_seconds(c.seconds), show_bytes(c.peak_bytes), show_bytes(c.estimate.capacity),
-            f"{c.mfu:.0%}", c.bound, c.label if c.fits else f"{c.label}, does not fit",
-        ]  # fmt: skip
-        row += [show_cost(c.cost) if c.cost is not None else ""] if priced else []
-        rows.append(row + ([c.chips] if several else []))
+    columns: list[tuple[str, Callable[[Candidate], str], bool]] = [
+        ("mesh", lambda c: c.mesh, True),
+        ("strategy", lambda c: c.strategy, True),
+        ("remat", lambda c: _remat(c.remat), True),
+        ("parts", lambda c: str(c.accumulate), True),
+        ("chunks", lambda c: str(c.loss_chunks), any(c.loss_chunks > 1 for c in candidates)),
+        ("offload", lambda c: c.offload or "none", any(c.offload for c in candidates)),
+        ("stages' parts", lambda c: str(c.microbatches or ""), any(c.microbatches for c in candidates)),
+        ("batch", lambda c: str(c.samples), len({c.samples for c in candidates}) > 1),
+        ("step", lambda c: show_seconds(c.seconds), True),
+        ("peak", lambda c: show_bytes(c.peak_bytes), True),
+        ("of", lambda c: show_bytes(c.estimate.capacity), True),
+        ("MFU", lambda c: f"{c.mfu:.0%}", True),
+        ("bound by", lambda c: c.bound, True),
+        ("", lambda c: c.label if c.fits else f"{c.label}, does not fit", True),
+        ("$/step", _cost, any(c.cost is not None for c in candidates)),
+        ("chips", lambda c: c.chips, several),
+    ]  # fmt: skip
+    shown = [(name, cell) for name, cell, wanted in columns if wanted]
+    rows = [["", *(name for name, _ in shown)]]
+    rows += [[str(i), *(cell(c) for _, cell in shown)] for i, c in enumerate(candidates, 1)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _cost(candidate: Candidate) -> str:
+    return show_cost(candidate.cost) if candidate.cost is not None else ""
 
 
 def show_cost(dollars: float) -> str:

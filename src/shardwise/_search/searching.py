@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from .._base import public
 from .._chips import parse_chips
 from .._nnx import Recipe
 from .found import Found
+from .space import fixed_parts
 from .stages import Searcher
 from .topologies import growing
 
@@ -27,6 +29,9 @@ def search(
     axes: Mapping[str, int] | None = None,
     remat: str | None = "free",
     accumulate: int | None = None,
+    loss_chunks: int | None = None,
+    offload: str | None = None,
+    batch_per_device: int | Literal["free"] | None = None,
     compile: int = 3,
     limit: float | None = None,
     prices: Mapping[str, float] | None = None,
@@ -36,7 +41,8 @@ def search(
     """Returns the layouts of a step on some chips, ranked by how long a step takes.
 
     Arithmetic drops what cannot fit, the partitioned program ranks the rest without compiling, and
-    the chips' own compiler proves the best. The global batch is never changed. Ctrl-C and the time
+    the chips' own compiler proves the best. The global batch is never changed unless it is left
+    open (`batch_per_device`). Ctrl-C and the time
     limit return what is known by then.
 
     Args:
@@ -44,9 +50,15 @@ def search(
         on: the chips, such as `"v5p:4x8x8"`; several; or a chip alone, `"v5p"`, to ask how many.
         mesh: a fixed mesh, such as `"data=8,model=4"`.
         strategy: a fixed strategy, such as `"fsdp+tensor"`.
-        axes: fixed sizes of some axes, of `data`, `fsdp` and `model`.
+        axes: fixed sizes of some axes, of `pipe`, `data`, `fsdp`, `expert`, `sequence` and `model`.
         remat: a fixed remat policy for the model's blocks; None for none.
         accumulate: a fixed number of microbatches.
+        loss_chunks: a fixed number of chunks of the loss; by default, chunks are tried where a
+            step does not fit without.
+        offload: what is kept in the memory of the hosts, as in `sw.Recipe`; "" for nothing. By
+            default, it is tried where a step does not fit without.
+        batch_per_device: the samples for each device, instead of the recipe's global batch; or
+            "free" for the number with the most samples per second that fits.
         compile: how many of the best to prove with the compiler; 0 for none.
         limit: seconds after which to stop ranking.
         prices: dollars for an hour of one chip, by its name.
@@ -75,13 +87,20 @@ def search(
         raise ValueError("on= names no chips: give 'v5p:4x8x8', several of these, or 'v5p'")
     for name in prices or {}:
         parse_chips(f"{name}:{_one(name)}")
-    searcher = Searcher(
-        recipe,
-        mesh=mesh,
+    fixed = fixed_parts(
+        mesh,
         strategy=strategy,
-        axes=axes,
+        axes=dict(axes or {}),
         remat=remat,
         accumulate=accumulate,
+        loss_chunks=loss_chunks,
+        offload=offload,
+        batch_per_device=batch_per_device,
+    )
+    dataclasses.replace(recipe, offload=recipe.offload if offload is None else offload)  # or raises
+    searcher = Searcher(
+        recipe,
+        fixed,
         prices=dict(prices or {}),
         calibration=calibration,
         deadline=began + limit if limit is not None else None,
@@ -96,12 +115,14 @@ def search(
                 growing(searcher, name)
         if compile:
             searcher.prove(compile)
-        if not any(c.fits for c in searcher.ranked()):
+        ranked = searcher.ranked()
+        if ranked and not any(c.fits for c in ranked):
             searcher.remedy(names, prove=bool(compile))
     except KeyboardInterrupt:
         stopped = "interrupted"
     except TimeoutError:
         stopped = f"the time limit of {limit:g} s"
+    searcher.finish()
     return Found(
         candidates=tuple(searcher.ranked()),
         remedies=tuple(searcher.remedies),

@@ -1,24 +1,24 @@
-"""What a search chooses from: sizes of mesh axes, strategies, remat policies, accumulation."""
+"""What a search chooses from, and what the user has decided already."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
-from flax import nnx
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from .._base import either
-from .._nnx import Recipe, abstract_model
-from ..models import Decoder
 
-# In the order in which they save memory.
-POLICIES = ("dots_with_no_batch_dims_saveable", "nothing_saveable")
+Batch = int | Literal["free"] | None
+# Slowest first: what sends the least is between the devices that are farthest apart.
+AXES = ("pipe", "data", "fsdp", "expert", "sequence", "model")
+# What the axes beyond data and fsdp add to a strategy's name.
+PARTS = {"expert": "expert", "sequence": "sequence", "model": "tensor", "pipe": "pipeline"}
+# The axes that split the samples of a batch.
+BATCH_AXES = ("pipe", "data", "fsdp", "expert")
+BASE = ("data", "fsdp", "model")
 # A tensor axis beyond this many devices was never worth its all-reduces.
-_MOST_TENSOR = 64
+_MOST = {"model": 64, "pipe": 64, "sequence": 64}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +31,10 @@ class Choice:
         strategy: its name, such as `fsdp+tensor`.
         remat: the policy for the model's blocks; None for none, "" for the recipe's own.
         accumulate: in how many microbatches the batch is processed.
+        loss_chunks: in how many chunks the loss is computed with the head.
+        offload: what is kept in the memory of the hosts; "" for nothing.
+        microbatches: into how many parts a pipeline splits the batch; None for the model's own.
+        samples: the samples of the global batch.
     """
 
     chips: str
@@ -38,6 +42,10 @@ class Choice:
     strategy: str
     remat: str | None
     accumulate: int
+    loss_chunks: int = 1
+    offload: str = ""
+    microbatches: int | None = None
+    samples: int = 1
 
     @property
     def mesh(self) -> str:
@@ -50,9 +58,77 @@ class Choice:
         return dict(self.axes)
 
     @property
+    def devices(self) -> int:
+        """How many devices there are."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
     def data_ways(self) -> int:
         """Over how many devices the batch is split."""
-        return math.prod(size for name, size in self.axes if name in ("data", "fsdp"))
+        return math.prod(size for name, size in self.axes if name in BATCH_AXES)
+
+    @property
+    def key(self) -> str:
+        """The text that tells it from all others."""
+        return repr(dataclasses.astuple(self))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """The size of every axis of `AXES`, in their order; 1 for those that a mesh does not have.
+
+    Example:
+        >>> from shardwise._search.space import Place
+        >>> place = Place.of({"fsdp": 4, "model": 2})
+        >>> place.axes, place.strategy
+        ((('fsdp', 4), ('model', 2)), 'fsdp+tensor')
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> Place:
+        """Returns the place with these sizes."""
+        return cls(tuple(sizes.get(name, 1) for name in AXES))
+
+    def __getitem__(self, name: str) -> int:
+        """Returns the size of an axis."""
+        return self.sizes[AXES.index(name)]
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes that a mesh has; one of size 1 if there is only one device."""
+        pairs = zip(AXES, self.sizes, strict=True)
+        return tuple((name, size) for name, size in pairs if size > 1) or (("data", 1),)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all devices are on data, fsdp and model axes."""
+        return all(self[name] == 1 for name in AXES if name not in BASE)
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy for these axes."""
+        parts = ["fsdp" if self["fsdp"] > 1 else "dp"]
+        return "+".join(parts + [part for name, part in PARTS.items() if self[name] > 1])
+
+    def moved(self, less: str, more: str, factor: int = 0) -> Place | None:
+        """Returns the place with a factor, by default the smallest, taken from one axis to another."""
+        size = self[less]
+        factor = factor or next((f for f in range(2, size + 1) if size % f == 0), 0)
+        if less == more or not factor or size % factor:
+            return None
+        sizes = list(self.sizes)
+        sizes[AXES.index(less)] //= factor
+        sizes[AXES.index(more)] *= factor
+        return Place(tuple(sizes))
+
+    def neighbours(self) -> Iterator[Place]:
+        """Yields the places that differ by one prime factor between two of the axes."""
+        for less in AXES:
+            for more in AXES:
+                if (found := self.moved(less, more)) is not None:
+                    yield found
 
 
 def divisors(count: int) -> list[int]:
@@ -61,103 +137,58 @@ def divisors(count: int) -> list[int]:
     return sorted({*small, *(count // d for d in small)})
 
 
-def axes_of(data: int, fsdp: int, model: int) -> tuple[tuple[tuple[str, int], ...], str]:
-    """Returns the axes with these sizes, and the strategy for them."""
-    sizes = (("data", data), ("fsdp", fsdp), ("model", model))
-    axes = tuple((name, size) for name, size in sizes if size > 1) or (("data", 1),)
-    first = "fsdp" if fsdp > 1 else "dp"
-    return axes, f"{first}+tensor" if model > 1 else first
-
-
-def meshes(devices: int, batch: int, *, tensor: bool) -> Iterator[tuple[int, int, int]]:
-    """Yields every `(data, fsdp, model)` whose product is the number of devices.
+def places(devices: int, samples: int, limits: Mapping[str, int]) -> list[Place]:
+    """Returns every place of so many devices that divides the batch.
 
     Args:
         devices: how many there are.
-        batch: the number of samples in a global batch, which must be divisible by the data ways.
-        tensor: whether the model can be split by tensor parallelism.
+        samples: those of a global batch, which the axes of the batch must divide.
+        limits: by name of an axis beyond data and fsdp, the count that its size must divide, such
+            as the number of experts; an axis that is not in it has the size 1.
     """
-    for model in divisors(devices):
-        if model > 1 and (not tensor or model > _MOST_TENSOR):
-            break
-        rest = devices // model
-        if batch % rest:
-            continue
-        for data in divisors(rest):
-            yield data, rest // data, model
+    found = [((), 1)]
+    for name in AXES:
+        sizes = divisors(devices) if name in limits or name in ("data", "fsdp") else [1]
+        allowed = [
+            size
+            for size in sizes
+            if size <= _MOST.get(name, devices) and not limits.get(name, 0) % size
+        ]
+        found = [
+            ((*before, size), product * size)
+            for before, product in found
+            for size in allowed
+            if devices % (product * size) == 0
+        ]
+    made = [Place(sizes) for sizes, product in found if product == devices]
+    return [p for p in made if samples % math.prod(p[name] for name in BATCH_AXES) == 0]
+
+
+def corners(found: Sequence[Place]) -> list[Place]:
+    """Returns for each size of the tensor axis the pure forms of the others."""
+    kept = []
+    plain = [place for place in found if place.is_plain]
+    for model in sorted({place["model"] for place in plain}):
+        of = sorted(place for place in plain if place["model"] == model)
+        kept += [of[0], of[len(of) // 2]]
+    return list(dict.fromkeys(kept))
+
+
+def beyond(place: Place, found: Sequence[Place]) -> list[Place]:
+    """Returns starts with each further axis: some devices of a place's largest axes moved to it."""
+    known, kept = set(found), []
+    for name in (axis for axis in AXES if axis not in BASE):
+        for source in sorted(BASE, key=lambda axis: -place[axis])[:2]:
+            moved = [place.moved(source, name, size) for size in (2, 4, 8)]
+            open_ones = [each for each in moved if each in known]
+            kept += [each for each in (open_ones[:1] + open_ones[-1:]) if each is not None]
+    return list(dict.fromkeys(kept))
 
 
 def accumulations(batch: int, ways: int) -> list[int]:
     """Returns into how many microbatches a batch can be split, over this many devices."""
     each = batch // ways
     return [n for n in divisors(each) if n & (n - 1) == 0] or [1]
-
-
-def samples_of(recipe: Recipe) -> int:
-    """Returns the number of samples in a global batch."""
-    sizes = [leaf.shape[0] for leaf in jax.tree.leaves(recipe.batch) if leaf.shape]
-    return sizes[0] if sizes else 1
-
-
-def remats_of(recipe: Recipe, model: nnx.Module) -> tuple[list[str | None], str]:
-    """Returns the remat policies that a search may try, and why, if there is only one.
-
-    Args:
-        recipe: the recipe.
-        model: its model, without arrays.
-    """
-    if recipe.remat is not None:
-        return [""], "the recipe sets remat itself"
-    if isinstance(model, Decoder) or blocks_of(model):
-        return [None, *POLICIES], ""
-    return [""], "the model has no list of like blocks to rematerialise"
-
-
-def blocks_of(model: nnx.Module) -> str:
-    """Returns the pattern of paths of the model's like blocks, the largest list of them."""
-    found: list[tuple[int, str]] = []
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, nnx.List) and len(module) > 1:
-            kinds = {type(each) for each in module}
-            if len(kinds) == 1 and isinstance(module[0], nnx.Module):
-                found.append((len(module), ".".join(map(str, (*path, "*")))))
-    return max(found)[1] if found else ""
-
-
-def with_choice(recipe: Recipe, choice: Choice, pattern: str) -> Recipe:
-    """Returns a recipe with a choice's remat and accumulation."""
-    changes: dict[str, Any] = {"accumulate": choice.accumulate}
-    if choice.remat != "":
-        if pattern:
-            changes["remat"] = {pattern: choice.remat} if choice.remat else None
-        else:
-            changes["model"] = functools.partial(_with_remat, recipe.model, choice.remat)
-    return dataclasses.replace(recipe, **changes)
-
-
-def with_remat(recipe: Recipe, policy: str | None) -> Recipe:
-    """Returns a recipe with a remat policy for the model's blocks, as a search applies it.
-
-    A model without a list of like blocks gets it for its whole loss.
-
-    Args:
-        recipe: the recipe.
-        policy: the name of a policy; None for no rematerialisation.
-    """
-    abstract = abstract_model(recipe.model)
-    model = nnx.merge(abstract.graphdef, abstract.state)
-    if isinstance(model, Decoder):
-        make = functools.partial(_with_remat, recipe.model, policy)
-        return dataclasses.replace(recipe, model=make, remat=None)
-    pattern = blocks_of(model)
-    applied = {pattern: policy} if pattern and policy else policy
-    return dataclasses.replace(recipe, remat=applied)
-
-
-def _with_remat(make: Callable[[], Any], policy: str | None) -> Any:
-    model = make()
-    model.remat = policy
-    return model
 
 
 def orders(axes: Sequence[tuple[str, int]]) -> Iterator[tuple[tuple[str, int], ...]]:
@@ -180,3 +211,93 @@ def given_axes(text: str | Mapping[str, int]) -> dict[str, int]:
             raise ValueError(f"{where}{part!r} is not an axis with its size: write data=4,model=2")
         found[name.strip()] = int(size)
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What stays as it is; see the arguments of `sw.search`.
+
+    Attributes:
+        mesh: the sizes of the axes; None if they are searched.
+        strategy: its name; None if it is searched.
+        axes: the sizes of some axes.
+        remat: the policy; "free" if it is searched.
+        accumulate: the number of microbatches; None if it is searched.
+        loss_chunks: the number of chunks; None if they are tried where memory demands it.
+        offload: what is offloaded; None if that is tried where memory demands it.
+        batch_per_device: the samples for each device; "free" if they are searched; None for the
+            recipe's own global batch.
+    """
+
+    mesh: Mapping[str, int] | None = None
+    strategy: str | None = None
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    remat: str | None = "free"
+    accumulate: int | None = None
+    loss_chunks: int | None = None
+    offload: str | None = None
+    batch_per_device: Batch = None
+
+    def __post_init__(self) -> None:
+        """Rejects what no search can keep."""
+        for word, given in (("axes=", self.axes), ("mesh=", self.mesh or {})):
+            said = either(word, "--axis" if word == "axes=" else "--mesh")
+            for name in given:
+                if name not in AXES:
+                    raise ValueError(
+                        f"{said} has the axis {name!r}: a search has the axes {', '.join(AXES)}"
+                    )
+        for word in ("accumulate", "loss_chunks"):
+            value = getattr(self, word)
+            if value is not None and (type(value) is not int or value < 1):
+                what = "microbatches" if word == "accumulate" else "chunks"
+                raise ValueError(f"{word}={value} is not a number of {what}")
+        batch = self.batch_per_device
+        if batch not in (None, "free") and (type(batch) is not int or batch < 1):
+            raise ValueError(
+                f"batch_per_device={batch!r} must be a positive integer, or 'free' to search it"
+            )
+
+    def place(self, chips: str, devices: int) -> Place:
+        """Returns the mesh that is fixed.
+
+        Raises:
+            ValueError: it is not one of these chips.
+        """
+        assert self.mesh is not None
+        sizes = dict(self.mesh)
+        if math.prod(sizes.values()) != devices:
+            raise ValueError(
+                f"{either('mesh=', '--mesh')} has {math.prod(sizes.values())} devices, but {chips} "
+                f"has {devices}"
+            )
+        if "fsdp" in (self.strategy or "") and sizes.get("fsdp", 1) == 1:
+            # As a strategy takes it: FSDP over the data axis.
+            sizes["fsdp"] = sizes.pop("data", 1)
+        return Place.of(sizes)
+
+    def strategy_of(self, place: Place) -> str:
+        """Returns the name of the strategy for a place, with ZeRO if that is fixed."""
+        parts = [part.strip() for part in (self.strategy or "").split("+")]
+        zero = next((part for part in parts if part.startswith("zero")), None)
+        return place.strategy if zero is None else place.strategy.replace("dp", zero, 1)
+
+    def kept(self, found: Sequence[Place]) -> list[Place]:
+        """Returns the places that have the axes and the strategy that are fixed."""
+        for name, size in self.axes.items():
+            found = [place for place in found if place[name] == size]
+        if self.strategy is None:
+            return list(found)
+        parts = {part.strip() for part in self.strategy.split("+")}
+        single = [place for place in found if place.axes == (("data", 1),)]
+        return [
+            place
+            for place in found
+            if (place["fsdp"] > 1) == ("fsdp" in parts)
+            and all((place[axis] > 1) == (part in parts) for axis, part in PARTS.items())
+        ] or single
+
+
+def fixed_parts(mesh: str | Mapping[str, int] | None, **parts: object) -> Fixed:
+    """Returns the fixed parts, with the mesh as `sw.mesh` takes it."""
+    return Fixed(mesh=given_axes(mesh) if mesh is not None else None, **parts)  # pyright: ignore[reportArgumentType]

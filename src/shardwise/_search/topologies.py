@@ -53,11 +53,12 @@ def growing(searcher: Searcher, name: str) -> None:
         devices = parse_chips(chips).device_count
         if not searcher.may_fit(chips):
             continue
-        if searcher.samples % devices and devices > searcher.samples:
-            # Beyond one sample each, only tensor parallelism could use more.
+        samples = searcher.samples(chips)
+        if devices > samples:
+            # Beyond one sample each, only splits of a sample could use more.
             searcher.note(
-                f"more than {searcher.samples} devices of {name} were not tried: the batch has "
-                f"{searcher.samples} samples"
+                f"more than {samples} devices of {name} were not tried: the batch has "
+                f"{samples} samples"
             )
             break
         searcher.rank(chips)

@@ -12,19 +12,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._jax import shorten, show_value
-from .._layout import Layout, stage_axes
-from .._mesh import DATA_AXES, AnyMesh, Fault, faults, padded, show_mesh, show_spec
+from .._layout import Layout, stage_axes, zero_axes
+from .._mesh import DATA_AXES, SEQUENCE_AXES, AnyMesh, Fault, faults, padded, show_mesh, show_spec
 from .._nnx import Recipe
 from .bounds import Bound
 
 
 def data_axes(layout: Layout) -> tuple[str, ...]:
-    """Returns the axes that split a batch: those named as data axes, of FSDP, and of stages.
+    """Returns the axes that split a batch: those named as data axes, of FSDP, ZeRO, and of stages.
 
     Stages share a batch outside of their stack: otherwise each would compute, say, all logits.
     """
     split = frozenset[str]().union(*(leaf.gathered for leaf in layout.leaves))
-    split |= {*DATA_AXES, *stage_axes(layout.leaves)}
+    split |= {*DATA_AXES, *stage_axes(layout.leaves), *zero_axes(layout.leaves)}
+    split -= set(SEQUENCE_AXES)
     return tuple(axis for axis in layout.mesh.shape if axis in split)
 
 
@@ -151,8 +152,10 @@ def _specs(recipe: Recipe, layout: Layout, treedef: Any) -> list[P]:
     given = recipe.batch_spec
     flat = treedef.flatten_up_to(recipe.batch)
     if given is None:
-        axes = data_axes(layout)
-        return [P(axes) if axes and leaf.shape else P() for leaf in flat]
+        rows = data_axes(layout)
+        columns = tuple(axis for axis in layout.mesh.shape if axis in SEQUENCE_AXES)
+        entries = (rows or None, columns) if columns else (rows,) if rows else ()
+        return [P(*entries[: len(leaf.shape)]) for leaf in flat]
     if isinstance(given, P):
         return [given] * len(flat)
     found: list[Any]

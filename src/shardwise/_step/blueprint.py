@@ -28,7 +28,7 @@ from .._jax import (
     show_value,
 )
 from .._layout import Layout, require_layout
-from .._mesh import AnyMesh, chips_of, make_spec, padded
+from .._mesh import AnyMesh, chips_of, make_spec, normal_spec, padded
 from .._nnx import AbstractModel, Recipe, abstract_model, keyed_leaves, remat_policy, show_path
 from .activations import named_activations
 from .batch import batch_layout
@@ -65,7 +65,10 @@ class Blueprint:
     def shardings(self) -> TrainState:
         """A sharding for each array of the state."""
         model, moments = _by_path(self.layout), _by_path(self.optimizer)
-        ema = {path: model[path] for path in self.trained} if self.recipe.ema is not None else {}
+        # An average is needed only in the update, so it is split like the optimizer's state.
+        ema = {path: self.updates.get(path, model[path]) for path in self.trained}
+        if self.recipe.ema is None:
+            ema = {}
         if "optimizer" in self.recipe.offloaded:
             # Scalars, such as a count of steps, are not worth a transfer.
             arrays = {leaf.path for leaf in self.optimizer.leaves if leaf.ndim}
@@ -74,6 +77,25 @@ class Blueprint:
             ema = {path: in_host_memory(sharding) for path, sharding in ema.items()}
         step = NamedSharding(self.layout.mesh, P())
         return TrainState(step=step, model=model, optimizer=moments, ema=ema)
+
+    @functools.cached_property
+    def updates(self) -> dict[str, NamedSharding]:
+        """The sharding of each trained variable's update, where it is not the variable's own."""
+        return self._otherwise({leaf.path: leaf.update_spec for leaf in self.layout.leaves})
+
+    @functools.cached_property
+    def gradients(self) -> dict[str, NamedSharding]:
+        """The sharding of each trained variable's gradient, where it is not the variable's own."""
+        specs = {leaf.path: leaf.gradients for leaf in self.layout.leaves}
+        return self._otherwise({path: s for path, s in specs.items() if s is not None})
+
+    def _otherwise(self, specs: Mapping[str, P]) -> dict[str, NamedSharding]:
+        mesh = self.layout.mesh
+        return {
+            path: NamedSharding(mesh, specs[path])
+            for path in self.trained
+            if path in specs and normal_spec(specs[path]) != normal_spec(self.layout[path].spec)
+        }
 
     @functools.cached_property
     def abstract(self) -> TrainState:
@@ -140,7 +162,8 @@ class Blueprint:
         """Returns the metrics of one batch, with the model in evaluation mode; pure, to be jitted."""
         with on_mesh(self.layout.mesh), named_activations(self.layout, self.batch):
             # The average is what one would deploy, so it is what is evaluated.
-            model = {**state.model, **jax.tree.map(on_device, state.ema)}
+            ema = self._restored(jax.tree.map(on_device, state.ema))
+            model = {**state.model, **ema}
             loss, (metrics, _) = self._loss({}, model, batch, state.step, train=False)
         return {"loss": loss, **metrics}
 
@@ -151,6 +174,8 @@ class Blueprint:
         rest = {path: x for path, x in state.model.items() if path not in trained}
         with known_names():
             loss, metrics, rest, grads = self._gradients(trained, rest, batch, state.step)
+        # Each device updates the part of the weights that it holds the optimizer's state of.
+        grads, trained = reshard(grads, self.updates), reshard(trained, self.updates)
         if recipe.clip is not None:
             # Not `optax.clip_by_global_norm`: it reports no norm, and sums the squares in the dtype
             # of the gradients, where four float16 of 1e4 have the norm inf, and bfloat16 loses
@@ -177,13 +202,14 @@ class Blueprint:
             value_fn=lambda p: self._value(p, rest, batch, state.step),
         )
         fresh = jax.tree.leaves(optax.apply_updates(parameters, updates))
-        trained = dict(zip(self.trained, fresh, strict=True))
+        trained = reshard(dict(zip(self.trained, fresh, strict=True)), self.updates)
         ema: Any = state.ema
         if recipe.ema is not None:
             ema = jax.tree.map(on_device, ema)
             newest = {path: trained[path] for path in ema}
             # A number of Python's own: one of NumPy's would make bfloat16 float32.
             ema = optax.incremental_update(newest, ema, 1.0 - float(recipe.ema))
+        trained = self._restored(trained)
         model = {path: trained.get(path, rest.get(path)) for path in state.model}
         parts = {"optimizer": self.flat_optimizer(after), "ema": ema}
         for part in recipe.offloaded:
@@ -197,6 +223,7 @@ class Blueprint:
 
     def _value(self, parameters: Any, rest: Arrays, batch: Any, step: Any) -> Any:
         trained = dict(zip(self.trained, jax.tree.leaves(parameters), strict=True))
+        trained = self._restored(trained)
         return self._loss(trained, rest, batch, step)[0]
 
     def _gradients(
@@ -207,21 +234,24 @@ class Blueprint:
         differentiate = jax.value_and_grad(self._loss, has_aux=True)
         if parts == 1:
             (loss, (metrics, rest)), grads = differentiate(trained, rest, batch, step)
-            return loss, metrics, rest, self._as_stored(grads)
+            return loss, metrics, rest, self._as_gradients(grads)
 
         def one(carry: Any, part: Any) -> Any:
             rest, grads = carry
             index, batch = part
             (loss, (metrics, rest)), new = differentiate(trained, rest, batch, step, index=index)
-            grads = self._as_stored(jax.tree.map(jnp.add, grads, new))
+            new = reshard(new, self.gradients)
+            grads = self._as_gradients(jax.tree.map(jnp.add, grads, new))
             return (rest, grads), (loss, metrics)
 
-        zeros = self._as_stored(jax.tree.map(jnp.zeros_like, trained))
+        zeros = self._as_gradients(jax.tree.map(jnp.zeros_like, trained))
         batches = jax.tree.map(functools.partial(_cut, parts=parts), batch)
         xs = (jnp.arange(parts), batches)
         (rest, grads), (losses, metrics) = jax.lax.scan(one, (rest, zeros), xs)
         mean = functools.partial(jnp.mean, axis=0)
-        grads = jax.tree.map(lambda g: g / parts, grads)
+        # Otherwise the compiler splits the sum of zero1 too, and gathers it for each microbatch.
+        complete = self._restored({p: g for p, g in grads.items() if p not in self.gradients})
+        grads = jax.tree.map(lambda g: g / parts, {p: complete.get(p, g) for p, g in grads.items()})
         return mean(losses), jax.tree.map(mean, metrics), rest, grads
 
     def _loss(
@@ -299,6 +329,16 @@ class Blueprint:
         state = jax.tree.unflatten(self.layout.treedef, [leaf.path for leaf in self.layout.leaves])
         return frozenset(jax.tree.leaves(nnx.filter_state(state, nnx.Param))) | set(self.trained)
 
+    def _restored(self, arrays: Arrays) -> Arrays:
+        """Returns arrays that are split for the update as the variables themselves are."""
+        return reshard(arrays, {path: self.shardings.model[path] for path in self.updates})
+
+    def _as_gradients(self, grads: Arrays) -> Arrays:
+        split = {path: g for path, g in grads.items() if path in self.gradients}
+        rest = {path: g for path, g in grads.items() if path not in self.gradients}
+        done = {**reshard(split, self.gradients), **self._as_stored(rest)}
+        return {path: done[path] for path in grads}
+
     def _as_stored(self, arrays: Arrays) -> Arrays:
         mesh = self.layout.mesh
         if any(kind != AxisType.Auto for kind in mesh.axis_types):
@@ -307,6 +347,18 @@ class Blueprint:
             )
         constrain = jax.lax.with_sharding_constraint
         return {path: constrain(x, self.shardings.model[path]) for path, x in arrays.items()}
+
+
+def reshard(arrays: Arrays, shardings: Mapping[str, NamedSharding]) -> Arrays:
+    """Returns the arrays with these shardings; those without one are unchanged."""
+    done = {}
+    for path, x in arrays.items():
+        if (sharding := shardings.get(path)) is not None:
+            explicit = any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types)
+            move = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+            x = move(x, sharding)
+        done[path] = x
+    return done
 
 
 def gathered(arrays: Arrays, layout: Layout) -> Arrays:

@@ -2,12 +2,12 @@
 
 from .calibration import Calibration as Calibration
 from .calibration import load_calibration as load_calibration
-from .kernels import attention_seconds as attention_seconds
-from .kernels import product_seconds as product_seconds
 from .links import Link as Link
-from .price import SPREAD as SPREAD
-from .price import Price as Price
-from .rates import gpu_rates as gpu_rates
+from .pricing import SPREAD as SPREAD
+from .pricing import Price as Price
+from .pricing import attention_seconds as attention_seconds
+from .pricing import gpu_rates as gpu_rates
+from .pricing import product_seconds as product_seconds
 from .result import Communication as Communication
 from .result import Machine as Machine
 from .result import Share as Share

@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from .._base import write_atomically
-from .rates import GpuRates, gpu_rates
+from .pricing import GpuRates, gpu_rates
 
 FORMAT = 1
 

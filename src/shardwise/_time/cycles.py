@@ -13,7 +13,7 @@ import numpy as np
 from .._chips import Chips
 from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
 from .links import Torus
-from .price import FREE, Price
+from .pricing import FREE, Price
 
 # Cycles per second. Where the rate of a large product was measured (v6e 827, tpu7x 956 TFLOP/s), that
 # rate divided by the flops per cycle that the compiler estimates for it. Elsewhere the chip's own

@@ -14,10 +14,8 @@ from .._chips import Chips
 from .._hlo import Module, named, source_of
 from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
-from .kernels import GpuPricer
 from .links import Link, gpu_seconds, slices_seconds
-from .price import SPREAD, Price
-from .rates import GpuRates, gpu_rates
+from .pricing import SPREAD, GpuPricer, GpuRates, Price, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
 
 # A step is launched by the host; what the device waits for in between.
@@ -291,6 +289,12 @@ class Machine:
                 return Link(found.name, known)
             return found
         return slices_seconds(self.chips, self._torus, kind, size, groups)
+
+    def extents(self, group: Sequence[int]) -> tuple[int, ...]:
+        """Returns how many places a group of TPUs of one slice spans along each dim of its torus."""
+        local = self.chips.device_count // self.chips.slices
+        inside = [device % local for device in group]
+        return tuple(extent for extent, _ in self._torus.spans(inside))
 
     def schedule(self, module: Module, scale: Any = None) -> Schedule:
         """Returns one step of a program on these chips."""

@@ -17,7 +17,7 @@ from .._hlo import (
     rendezvous,
 )
 from .links import Link
-from .price import FREE, Price
+from .pricing import FREE, Price
 
 COMPUTE = "compute"
 COPY = "copy"

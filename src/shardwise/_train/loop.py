@@ -27,7 +27,6 @@ from .._step import (
     TrainState,
     explained_tracing,
     index_bounds,
-    make_blueprint,
     named_arrays,
     show_array,
 )
@@ -36,7 +35,7 @@ from .fingerprint import program_parts, require_same_run, run_parts
 from .progress import RunLog, expected, require_logs
 from .replicas import Replicas, ReplicasDiffer
 from .stopping import Agreement, Stopped, Stopping
-from .train import Step, begin, given_arrays
+from .train import Step, begin, given_arrays, train_step
 
 _PROFILED_STEPS = 5
 _COMPARED_STEPS = 1000
@@ -105,14 +104,48 @@ def fit(
         >>> int(state.step)
         10
     """
+    return fit_with(
+        lambda: train_step(recipe, layout),
+        data,
+        steps=steps,
+        checkpoints=checkpoints,
+        resume=resume,
+        evaluate=evaluate,
+        evaluate_every=evaluate_every,
+        evaluate_batches=evaluate_batches,
+        logs=logs,
+        log_every=log_every,
+        profile=profile,
+        show=show,
+        model=model,
+    )
+
+
+def fit_with(
+    make_step: Callable[[], Step],
+    data: Any,
+    *,
+    steps: int,
+    checkpoints: Checkpoints | None = None,
+    resume: bool = True,
+    evaluate: Any = None,
+    evaluate_every: int | None = None,
+    evaluate_batches: int = 10,
+    logs: str | Path | None = None,
+    log_every: int = 10,
+    profile: int | None = None,
+    show: bool = True,
+    model: Any = None,
+) -> TrainState:
+    """Does what `fit` does, with a step that several runs may share: it is compiled once."""
     _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
     _require_place(checkpoints)
     shown = show and jax.process_index() == 0
     folder = Path(logs) if logs is not None else None
     with together("preparing the run"):
-        blueprint = make_blueprint(recipe, layout)
+        step = make_step()
+        blueprint = step.blueprint
         mesh = require_mesh(blueprint.layout)
-        step = Step(blueprint)
         given = given_arrays(model, blueprint) if model is not None else None
         if folder is not None and jax.process_index() == 0:
             require_logs(folder)
@@ -170,7 +203,7 @@ def fit(
             logs=folder,
             every=log_every,
             show=show,
-            expected=lambda: expected(recipe, blueprint.layout),
+            expected=lambda: expected(blueprint.recipe, blueprint.layout),
         )
         place = folder or (checkpoints.directory if checkpoints else Path.cwd())
         tracer = _Profile(place, watch.warn)

@@ -7,6 +7,7 @@ import dataclasses
 from .._base import public
 
 ACTIVATIONS = ("silu", "gelu")
+PARAM_DTYPES = ("float32", "bfloat16", "float16")
 # What a block gives names to; those of products are the names of their kernels.
 ACTIVATION_NAMES = ("input", "q", "k", "v", "context", "out", "up", "down")
 
@@ -26,11 +27,21 @@ class Config:
         depth: the depth of a head; `width // heads` if None.
         tied: whether the output head shares the embedding's weights.
         rope_theta: the base of the rotary wavelengths.
-        rope_scale: the factor by which positions are divided in global layers.
+        rope_scale: the factor by which positions are divided, except in local layers that have a
+            `local_theta`.
+        rope_bands: which wavelengths `rope_scale` stretches, as Llama 3.1 does: `(low, high,
+            length)` stretches those above `length / low` positions, leaves those below
+            `length / high` unchanged, and interpolates between. None stretches all.
         window: how many positions a local layer attends to, including its own.
         period: every `period`-th layer is global; the layers between attend to their `window`.
-        local_theta: the base of the rotary wavelengths of local layers; `rope_theta` if None.
+            With 1, all layers are alike: local if there is a `window`, as in Mistral 7B.
+        local_theta: the base of the rotary wavelengths of local layers; if None, they are rotated
+            as global layers are.
         query_scale: the factor by which queries are multiplied; `depth ** -0.5` if None.
+        qkv_bias: whether a bias is added to queries, keys and values.
+        attention_cap: if given, attention scores become `cap * tanh(scores / cap)`. cuDNN's kernel
+            has no caps, so a GPU computes the scores of all positions (XLA's attention).
+        logit_cap: if given, the final logits become `cap * tanh(logits / cap)`.
         qk_norm: whether queries and keys are normalised, per head.
         post_norms: whether the outputs of attention and MLP are normalised too.
         offset_norms: whether a norm multiplies by `1 + scale` rather than by `scale`.
@@ -49,6 +60,9 @@ class Config:
             saved, or offloaded to the host's memory, such as `"save:q,k,v+offload:input"`. Their
             names are `input` (the residual stream), `q`, `k`, `v`, `context` (what attention
             returns), `out`, `up` and `down` (the products with these kernels).
+        param_dtype: the dtype of the parameters, `"float32"`, `"bfloat16"` or `"float16"`. Gradients
+            and most optimizers' state have it too: in 16 bits a step needs half of the memory between
+            steps, and loses updates that are small beside their parameter.
         microbatches: how many microbatches a pipeline splits the batch into, where the layout
             splits the scanned blocks over an axis of stages (the strategy `"pipeline"`); by
             default up to four for each stage.
@@ -71,10 +85,14 @@ class Config:
     tied: bool = False
     rope_theta: float = 10_000.0
     rope_scale: float = 1.0
+    rope_bands: tuple[float, float, int] | None = None
     window: int | None = None
     period: int = 1
     local_theta: float | None = None
     query_scale: float | None = None
+    qkv_bias: bool = False
+    attention_cap: float | None = None
+    logit_cap: float | None = None
     qk_norm: bool = False
     post_norms: bool = False
     offset_norms: bool = False
@@ -86,6 +104,7 @@ class Config:
     capacity: float | None = None
     scan: bool = False
     remat: str | None = None
+    param_dtype: str = "float32"
     microbatches: int | None = None
     rounds: int = 1
 
@@ -99,17 +118,32 @@ class Config:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head_depth % 2:
             raise ValueError(f"depth {self.head_depth} is odd: rotary embeddings need pairs")
-        if self.period < 1 or (self.period > 1) != (self.window is not None):
+        if self.period < 1 or (self.period > 1 and self.window is None):
             raise ValueError(
-                f"period {self.period} and window {self.window} do not go together: local layers "
-                f"need a window and a period above 1, and a decoder without local layers needs "
-                f"neither"
+                f"period {self.period} and window {self.window} do not go together: a period must "
+                f"be a positive integer, and above 1 it needs the window of its local layers"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be a positive integer, got {self.window}")
+        if self.rope_bands is not None:
+            low, high, length = self.rope_bands
+            if not (0 < low < high and length > 0):
+                raise ValueError(
+                    f"rope_bands must be (low, high, length) with 0 < low < high and a positive "
+                    f"length, got {self.rope_bands}"
+                )
+        for word in ("rope_theta", "rope_scale", "local_theta", "attention_cap", "logit_cap"):
+            number = getattr(self, word)
+            if number is not None and not number > 0:
+                raise ValueError(f"{word} must be positive, got {number}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation must be {' or '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
+        if self.param_dtype not in PARAM_DTYPES:
+            raise ValueError(
+                f"param_dtype must be {', '.join(PARAM_DTYPES[:-1])} or {PARAM_DTYPES[-1]}, "
+                f"got {self.param_dtype!r}"
             )
         if self.experts is not None and not 1 <= self.chosen <= self.experts:
             raise ValueError(
@@ -167,4 +201,6 @@ class Config:
 
     def is_local(self, layer: int) -> bool:
         """Returns whether a block, counted from 0, attends only to its window."""
+        if self.period == 1:
+            return self.window is not None
         return (layer + 1) % self.period != 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ from .._jax import chosen_chunks, is_saving, parse_saving
 from .._parallel import pipeline
 from ._config import Config
 from ._experts import Experts
+from ._families import config_to_hf, require_same, weight_names
+from ._generate import Attend, Cache, over_one, over_prompts
 from ._head_loss import head_loss, mean_nll
 from ._kernels import look_up
 from ._layers import Attention, Norm, gated, into
@@ -43,10 +45,16 @@ class Block(nnx.Module):
             self.up = named(into(rngs.params(), (width, 2, hidden)), "embed", None, "mlp")
             self.down = named(into(rngs.params(), (hidden, width)), "mlp", "embed")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns the residual stream after this block."""
+    def __call__(self, x: jax.Array, mix: Attend | None = None) -> jax.Array:
+        """Returns the residual stream after this block.
+
+        Args:
+            x: the residual stream.
+            mix: how its attention is called, such as with a cache; by default without one.
+        """
         x = checkpoint_name(x, "input")
-        mixed = self.attention(self.norm1(x))
+        normed = self.norm1(x)
+        mixed = self.attention(normed) if mix is None else mix(self.attention, normed)
         x = x + (mixed if self.post1 is None else self.post1(mixed))
         fed = checkpoint_name(self.feed(self.norm2(x)), "down")
         x = x + (fed if self.post2 is None else self.post2(fed))
@@ -103,12 +111,23 @@ class Decoder(nnx.Module):
         shape = (config.width, config.vocab)
         self.head = None if config.tied else named(into(rngs.params(), shape), "embed", "vocab")
         self.gain = config.width**0.5 if config.scale_embed else None
-        self.remat = config.remat
+        self.cap = config.logit_cap
+        self.config, self.remat = config, config.remat
         self.microbatches, self.rounds = config.microbatches, config.rounds
+        if config.param_dtype != "float32":
+            made = nnx.state(self, nnx.Param)
+            nnx.update(self, jax.tree.map(lambda x: x.astype(config.param_dtype), made))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns logits for every position."""
-        logits = self.features(tokens) @ self.head_kernel
+        return self.logits(self.features(tokens))
+
+    def logits(self, features: jax.Array) -> jax.Array:
+        """Returns the logits that the head makes of features."""
+        logits = features @ self.head_kernel
+        if self.cap is not None:
+            capped = self.cap * jnp.tanh(logits.astype(jnp.float32) / self.cap)
+            logits = capped.astype(logits.dtype)
         return constrain(logits, "batch", "length", "vocab")
 
     @property
@@ -118,11 +137,7 @@ class Decoder(nnx.Module):
 
     def features(self, tokens: jax.Array) -> jax.Array:
         """Returns what the head makes logits of: the last, normalised hidden states."""
-        table = self.embed[...]
-        x = look_up(gather(table, None, "embed"), tokens)
-        # Constrained here: a lookup in a split table would otherwise lose the split of the batch.
-        x = constrain(x, "batch", "length", "embed")
-        x = x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+        x = self.embedded(tokens)
         if self.scan:
             x = pipeline(
                 _Period(self.blocks, self.remat),
@@ -133,6 +148,71 @@ class Decoder(nnx.Module):
         for block in self.rest if self.scan else self.blocks:
             x = _run(block, x, self.remat)
         return self.norm(x)
+
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Returns the residual stream before the first block."""
+        table = self.embed[...]
+        x = look_up(gather(table, None, "embed"), tokens)
+        # Constrained here: a lookup in a split table would otherwise lose the split of the batch.
+        x = constrain(x, "batch", "length", "embed")
+        return x if self.gain is None else x * jnp.asarray(self.gain, x.dtype)
+
+    def init_cache(self, batch: int, length: int, dtype: Any = None) -> None:
+        """Gives the decoder an empty cache, `cache`, for `prefill` and `decode`.
+
+        Its leaves are of type `nnx.Cache`, with the dims `batch` and `kv_heads`: a layout places
+        them as it does parameters. A local layer keeps only the positions of its window.
+
+        Args:
+            batch: the number of sequences.
+            length: the most tokens that a sequence has, with its prompt.
+            dtype: the dtype of keys and values; that of the embedding if None.
+        """
+        kind = self.embed.dtype if dtype is None else dtype
+        self.cache = Cache(self.config, batch, length, kind)
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array | None = None) -> jax.Array:
+        """Returns the logits after each prompt, `[batch, vocab]`, and fills the cache.
+
+        Args:
+            tokens: the prompts, `[batch, length]`, each padded at its end to the same length.
+            lengths: `[batch]`, the number of tokens of each prompt; `length` if None.
+        """
+        if lengths is None:
+            lengths = jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+        x = over_prompts(self, self.embedded(tokens), lengths)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return self.logits(self.norm(last))[:, 0]
+
+    def decode(self, tokens: jax.Array) -> jax.Array:
+        """Returns the logits after one more token of each sequence, and extends the cache.
+
+        Args:
+            tokens: `[batch]`, the tokens.
+        """
+        x = over_one(self, self.embedded(tokens[:, None]))
+        return self.logits(self.norm(x))[:, 0]
+
+    def weight_names(self, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns the names of a Hugging Face checkpoint, see `models.weight_names`; `sw.load` asks.
+
+        Args:
+            config: the `config.json` beside the checkpoint, if there is one.
+
+        Raises:
+            ValueError: the file describes another decoder; the message names what differs.
+        """
+        if config is not None:
+            require_same(self.config, config)
+        return weight_names(self.config)
+
+    def weight_config(self) -> dict[str, Any]:
+        """Returns the `config.json` of this decoder, see `models.config_to_hf`.
+
+        Raises:
+            ValueError: no family has such a decoder.
+        """
+        return config_to_hf(self.config, dtype=str(self.embed.dtype))
 
 
 def _run(block: Block, x: jax.Array, remat: str | None, *, looped: bool = False) -> jax.Array:
@@ -190,7 +270,9 @@ def next_token_loss(model: Decoder, tokens: jax.Array, *, chunks: int | None = N
         chunks = chosen_chunks() if chunks is None else chunks
         if chunks != 1:
             hidden, kernel = model.features(tokens), model.head_kernel
-            return head_loss(hidden, kernel, targets, weights=counts, chunks=chunks)
+            return head_loss(
+                hidden, kernel, targets, weights=counts, softcap=model.cap, chunks=chunks
+            )
     elif chunks is not None:
         raise ValueError(
             f"chunks= needs a Decoder, got {type(model).__name__}: use models.head_loss"

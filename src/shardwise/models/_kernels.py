@@ -20,8 +20,12 @@ def causal_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    cap: float | None = None,
 ) -> jax.Array:
     """Returns causal attention: cuDNN on a GPU with 16-bit dtypes, splash on a TPU, else XLA.
+
+    cuDNN's kernel has no soft caps, so with a cap a GPU runs XLA's attention, which writes the
+    scores of all positions to memory.
 
     Args:
         q: queries, `[batch, length, heads, depth]`.
@@ -30,6 +34,7 @@ def causal_attention(
         scale: the factor of the queries; `depth ** -0.5` if None.
         window: how many positions each position attends to, including its own; all earlier ones
             if None.
+        cap: if given, scores become `cap * tanh(scores / cap)`.
     """
     # Choosing a kernel repairs nothing: all of them compute this function, up to rounding. Which
     # one was chosen shows in a compilation's buffers and kernels, and `shardwise doctor` says
@@ -38,28 +43,69 @@ def causal_attention(
     window = None if window is None or window >= q.shape[1] else window
     platform = target_platform()
     if platform == "tpu" and splash_fits(q):
-        mixed = split_splash(q, k, v, scale=factor, window=window)
+        mixed = split_splash(q, k, v, scale=factor, window=window, cap=cap)
         if mixed is not None:
             return mixed
-    attend = functools.partial(
+    attend: Any = functools.partial(
         jax.nn.dot_product_attention,
         is_causal=True,
         scale=factor,
         local_window_size=None if window is None else (window - 1, 0),
     )
-    if platform in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16):
+    if cap is not None:
+        attend = functools.partial(_capped, scale=factor, window=window, cap=cap)
+    elif platform in ("gpu", "cuda") and q.dtype in (jnp.bfloat16, jnp.float16):
         cudnn = functools.partial(attend, implementation="cudnn")
         if _traces(cudnn, q, k, v):
             return cudnn(q, k, v)
 
     def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         # Kernels name what they return, with what else the backward pass needs of it: see `Saving`.
-        return checkpoint_name(attend(q, k, v, implementation="xla"), "context")
+        mixed = attend(q, k, v) if cap is not None else attend(q, k, v, implementation="xla")
+        return checkpoint_name(mixed, "context")
 
     if not platform and not jax.sharding.get_abstract_mesh().empty:
         # Only for planning: like the kernels of real devices, this does not keep the scores.
         return jax.checkpoint(plain)(q, k, v)
     return plain(q, k, v)
+
+
+def _capped(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None, cap: float
+) -> jax.Array:
+    """Returns causal attention with capped scores; see `causal_attention`."""
+    ahead = jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
+    seen = ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+    return attend_seen(q, k, v, seen[None], scale=scale, cap=cap)
+
+
+def attend_seen(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    *,
+    scale: float,
+    cap: float | None,
+) -> jax.Array:
+    """Returns attention to the positions that `seen` says, with scores and softmax in float32.
+
+    Args:
+        q: queries, `[batch, length, heads, depth]`.
+        k: keys, `[batch, positions, kv_heads, depth]`.
+        v: values, with the shape of the keys.
+        seen: `[batch or 1, length, positions]`, whether a query sees a key.
+        scale: the factor of the queries.
+        cap: if given, scores become `cap * tanh(scores / cap)`.
+    """
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = jnp.einsum("blngh,bsnh->bngls", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    scores = jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bngls,bsnh->blngh", shares, v).reshape(q.shape)
 
 
 def target_platform() -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -44,43 +47,105 @@ class Attention(nnx.Module):
         self.k = named(into(rngs.params(), (width, kv_heads, depth)), "embed", "kv_heads", "depth")
         self.v = named(into(rngs.params(), (width, kv_heads, depth)), "embed", "kv_heads", "depth")
         self.out = named(into(rngs.params(), (heads, depth, width)), "heads", "depth", "embed")
+        biased, key_shape = config.qkv_bias, (kv_heads, depth)
+        self.q_bias = named(jnp.zeros((heads, depth)), "heads", "depth") if biased else None
+        self.k_bias = named(jnp.zeros(key_shape), "kv_heads", "depth") if biased else None
+        self.v_bias = named(jnp.zeros(key_shape), "kv_heads", "depth") if biased else None
         self.q_norm = Norm(depth, config, name="depth") if config.qk_norm else None
         self.k_norm = Norm(depth, config, name="depth") if config.qk_norm else None
-        self.scale = config.query_scale
+        self.scale, self.cap = config.query_scale, config.attention_cap
         self.window = config.window if local else None
-        self.theta = (config.local_theta or config.rope_theta) if local else config.rope_theta
-        self.stretch = 1.0 if local else config.rope_scale
+        self.rope = Rope.of(config, local=local)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns what is added to the residual stream."""
+        q, k, v = self.project(x)
+        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
+        mixed = causal_attention(q, k, v, scale=self.scale, window=self.window, cap=self.cap)
+        return self.merge(mixed)
+
+    def project(
+        self, x: jax.Array, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries, keys and values, `[batch, length, heads, depth]`, rotated.
+
+        Args:
+            x: the residual stream.
+            positions: `[batch, length]`, the position of each token; 0, 1, … if None.
+        """
         q, k, v = (jnp.einsum("bld,dnh->blnh", x, w[...]) for w in (self.q, self.k, self.v))
+        if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
+            q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rotate(y, self.theta, self.stretch) for y in (q, k))
+        q, k = (self.rope.rotate(y, positions) for y in (q, k))
         q = constrain(q, "batch", "length", "heads", "depth")
         k, v = (constrain(y, "batch", "length", "kv_heads", "depth") for y in (k, v))
-        q, k, v = (checkpoint_name(y, name) for y, name in ((q, "q"), (k, "k"), (v, "v")))
-        mixed = causal_attention(q, k, v, scale=self.scale, window=self.window)
+        return q, k, v
+
+    def merge(self, mixed: jax.Array) -> jax.Array:
+        """Returns the product of what the heads found with the output kernel."""
         mixed = constrain(mixed, "batch", "length", "heads", "depth")
         return checkpoint_name(jnp.einsum("blnh,nhd->bld", mixed, self.out[...]), "out")
 
 
-def rotate(x: jax.Array, theta: float, stretch: float = 1.0) -> jax.Array:
-    """Returns `x`, `[batch, length, heads, depth]`, with rotary embeddings applied.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embeddings.
 
-    Args:
-        x: queries or keys.
+    Attributes:
         theta: the base of the wavelengths.
         stretch: the factor by which positions are divided.
+        bands: which wavelengths are stretched, see `Config.rope_bands`.
+    """
+
+    theta: float
+    stretch: float = 1.0
+    bands: tuple[float, float, int] | None = None
+
+    @classmethod
+    def of(cls, config: Config, *, local: bool) -> Rope:
+        """Returns the rotary embeddings of a local, or of a global, layer."""
+        if local and config.local_theta is not None:
+            return cls(config.local_theta)
+        return cls(config.rope_theta, config.rope_scale, config.rope_bands)
+
+    def rates(self, half: int) -> jax.Array:
+        """Returns the angle by which one position turns each of `half` pairs."""
+        rates = self.theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+        if self.bands is None:
+            return rates / self.stretch if self.stretch != 1.0 else rates
+        low, high, length = self.bands
+        turns = length * rates / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (1 - kept) * (rates / self.stretch) + kept * rates
+
+    def rotate(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Returns `x`, `[batch, length, heads, depth]`, rotated.
+
+        Args:
+            x: queries or keys.
+            positions: `[batch, length]`, the position of each token; 0, 1, … if None.
+        """
+        rates = self.rates(x.shape[-1] // 2)
+        if positions is None:
+            positions = jnp.arange(x.shape[1], dtype=jnp.float32)
+        angles = positions.astype(jnp.float32)[..., None] * rates
+        return turned(x, angles)
+
+
+def turned(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Returns `x`, `[batch, length, heads, depth]`, with each pair turned by its angle.
+
+    Args:
+        x: queries or keys; pair `i` is the dims `i` and `i + depth / 2` of a head.
+        angles: `[length, depth / 2]`, or with a batch dim in front.
     """
     half = x.shape[-1] // 2
-    rates = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    rates = rates / stretch if stretch != 1.0 else rates
-    angles = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rates
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    cos, sin = jnp.cos(angles)[..., None, :], jnp.sin(angles)[..., None, :]
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    both = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(both, axis=-1).astype(x.dtype)
 
 
 def gated(both: jax.Array, activation: str) -> jax.Array:

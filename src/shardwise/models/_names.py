@@ -16,11 +16,11 @@ from .._mesh import STAGES
 NAMES = ("vocab", "embed", "heads", "kv_heads", "depth", "mlp", "experts", "layers")
 
 # The default rules of each parameter: a name that the layout does not map splits nothing.
-UNMAPPED = tuple((name, None) for name in NAMES)
+UNMAPPED = tuple((name, None) for name in (*NAMES, "batch"))
 
 
-def named(value: jax.Array, *names: str | None) -> nnx.Param:
-    """Returns a parameter whose dims have these names.
+def named(value: jax.Array, *names: str | None, kind: Any = nnx.Param) -> Any:
+    """Returns a parameter, or a variable of another kind, whose dims have these names.
 
     Example:
         >>> import jax.numpy as jnp
@@ -29,7 +29,7 @@ def named(value: jax.Array, *names: str | None) -> nnx.Param:
         ('embed', 'mlp')
     """
     assert len(names) == value.ndim, (names, value.shape)
-    param = nnx.Param(value)
+    param = kind(value)
     # Set afterwards: Flax would place a variable that is created with names, which needs a mesh.
     param.set_metadata(out_sharding=names, sharding_rules=UNMAPPED)
     return param

@@ -31,6 +31,7 @@ def splash(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Returns causal attention on one device; see `causal_attention`.
@@ -41,6 +42,7 @@ def splash(
         v: values, with the shape of the keys.
         scale: the factor of the queries.
         window: how many positions each position attends to; all earlier ones if None.
+        cap: if given, scores become `cap * tanh(scores / cap)`.
         interpret: whether Pallas interprets the kernel, which works on any device.
     """
     sa = splash_attention()
@@ -64,6 +66,7 @@ def splash(
         block_sizes=sizes,
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=cap,
         residual_checkpoint_name="context",
         interpret=interpret,
     )
@@ -80,6 +83,7 @@ def split_splash(
     *,
     scale: float,
     window: int | None,
+    cap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array | None:
     """Returns `splash` on each device's shard, or None if no rule says how to split the arrays.
@@ -87,7 +91,7 @@ def split_splash(
     The compiler cannot partition a Pallas kernel: it would gather the arrays. So they are split
     here, over the axes that the names `batch` and `heads` map to.
     """
-    attend = functools.partial(splash, scale=scale, window=window, interpret=interpret)
+    attend = functools.partial(splash, scale=scale, window=window, cap=cap, interpret=interpret)
     kinds = set(jax.sharding.get_abstract_mesh().axis_types)
     mesh = auto_mesh()
     if kinds <= {AxisType.Manual} or (mesh is not None and mesh.size == 1):

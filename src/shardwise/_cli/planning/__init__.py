@@ -5,3 +5,4 @@ from . import compile as compile
 from . import plan as plan
 from . import report as report
 from . import search as search
+from . import transfer as transfer

@@ -9,6 +9,7 @@ import typer
 
 from ..._base import tell
 from ..help_text import OUTPUT
+from ..laid_out import lay_out
 from ..options import (
     TARGETS,
     InputsOption,
@@ -20,7 +21,7 @@ from ..options import (
     StrategyOption,
     Target,
     command,
-    lay_out,
+    parse_allow,
 )
 from .plan import cite
 
@@ -85,7 +86,7 @@ def check(
     """Checks a layout and prints its findings."""
     from ..._check import check as check_layout
 
-    allowed = _parse_allow(allow or [])
+    allowed = parse_allow(allow or [])
     _, layout = lay_out(
         target, mesh, on, strategy, rules, inputs, method=method, min_bytes=min_bytes
     )
@@ -103,13 +104,3 @@ def check(
             tell(str(findings))
             cite(findings)
     raise typer.Exit(1 if findings else 0)
-
-
-def _parse_allow(given: list[str]) -> dict[str, list[str]]:
-    allowed: dict[str, list[str]] = {}
-    for text in given:
-        code, colon, pattern = text.partition(":")
-        if not colon or not pattern:
-            raise ValueError(f"--allow {text!r}: write CODE:PATTERN, such as SW105:embed.**")
-        allowed.setdefault(code, []).append(pattern)
-    return allowed

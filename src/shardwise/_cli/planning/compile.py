@@ -8,6 +8,7 @@ import typer
 
 from ..._base import tell, tell_json, working
 from ..help_text import OUTPUT
+from ..laid_out import compile_target, lay_out, require_calibration, require_devices
 from ..options import (
     TARGETS,
     AccumulateOption,
@@ -17,8 +18,11 @@ from ..options import (
     FormatOption,
     InputsOption,
     LayoutOption,
+    LossChunksOption,
     MethodOption,
+    MicrobatchesOption,
     MinBytesOption,
+    OffloadOption,
     OnOption,
     OwnMeshOption,
     RematOption,
@@ -26,10 +30,6 @@ from ..options import (
     StrategyOption,
     Target,
     command,
-    compile_target,
-    lay_out,
-    require_calibration,
-    require_devices,
     require_writable,
     save_to,
 )
@@ -80,6 +80,9 @@ def compile_command(
     batch: BatchOption = None,
     remat: RematOption = None,
     accumulate: AccumulateOption = None,
+    loss_chunks: LossChunksOption = None,
+    offload: OffloadOption = None,
+    microbatches: MicrobatchesOption = None,
     calibration: CalibrationOption = None,
     save: Annotated[
         str | None,
@@ -103,13 +106,15 @@ def compile_command(
 ) -> None:
     """Compiles a step and shows what it costs."""
     from ..._compile import step_machine
+    from ..published import StepOptions
 
     require_devices(on)
     require_writable(save, inputs=(target, rules, layout))
     require_writable(trace, "--trace", inputs=(target, rules, layout))
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
     found, laid_out = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
-        min_bytes=min_bytes, accumulate=accumulate, saved=layout,
+        target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
+        saved=layout,
     )  # fmt: skip
     if trace is not None and step_machine(laid_out.mesh) is None:
         raise ValueError(
@@ -123,7 +128,7 @@ def compile_command(
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:
-        from ..bars import bar
+        from .bars import bar
 
         tell(compiled.verdict)
         if compiled.time is not None:

@@ -9,6 +9,7 @@ import typer
 
 from ..._base import tell, tell_json
 from ..help_text import OUTPUT
+from ..laid_out import estimate_target, lay_out, plan_target, require_calibration, require_devices
 from ..options import (
     TARGETS,
     AccumulateOption,
@@ -19,8 +20,11 @@ from ..options import (
     FormatOption,
     InputsOption,
     LayoutOption,
+    LossChunksOption,
     MethodOption,
+    MicrobatchesOption,
     MinBytesOption,
+    OffloadOption,
     OnOption,
     OwnMeshOption,
     RematOption,
@@ -28,11 +32,6 @@ from ..options import (
     StrategyOption,
     Target,
     command,
-    estimate_target,
-    lay_out,
-    plan_target,
-    require_calibration,
-    require_devices,
     require_writable,
     save_to,
 )
@@ -84,6 +83,9 @@ def plan(
     remat: RematOption = None,
     calibration: CalibrationOption = None,
     accumulate: AccumulateOption = None,
+    loss_chunks: LossChunksOption = None,
+    offload: OffloadOption = None,
+    microbatches: MicrobatchesOption = None,
     compile: CompileOption = False,
     tree: Annotated[
         bool,
@@ -114,12 +116,15 @@ def plan(
     format: FormatOption = Format.text,
 ) -> None:
     """Lays out a model and shows the plan."""
+    from ..published import StepOptions
+
     require_writable(save, inputs=(target, rules, layout))
     if compile:
         require_devices(on)
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
     found, laid_out = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
-        min_bytes=min_bytes, accumulate=accumulate, saved=layout,
+        target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
+        saved=layout,
     )  # fmt: skip
     require_calibration(calibration, laid_out)
     planned = plan_target(target, found, laid_out, inputs, method, calibration, compile=compile)
@@ -150,8 +155,8 @@ def cite(findings: Findings) -> None:
 
 
 def _show_plan(plan: Plan, tree: bool, estimated: Estimate | None) -> None:
-    from ..bars import bar
-    from ..tree import tree_text
+    from .bars import bar
+    from .tree import tree_text
 
     layout, findings, compiled = plan.layout, plan.findings, plan.compiled
     assert layout is not None

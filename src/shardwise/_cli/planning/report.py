@@ -12,6 +12,7 @@ import typer
 from ..._base import tell, working
 from ..complete import complete_devices, complete_strategy, complete_target
 from ..help_text import MODEL, OUTPUT
+from ..laid_out import lay_out, plan_target, require_calibration, require_devices
 from ..options import (
     AccumulateOption,
     BatchOption,
@@ -25,10 +26,6 @@ from ..options import (
     RulesOption,
     StrategyOption,
     command,
-    lay_out,
-    plan_target,
-    require_calibration,
-    require_devices,
     require_writable,
 )
 
@@ -245,6 +242,8 @@ def _plan(
     accumulate: int | None,
     compile: bool,
 ) -> tuple[str, Plan]:
+    from ..published import StepOptions
+
     if target.endswith(".json"):
         return target, _saved(target)
     if mesh is None:
@@ -252,8 +251,8 @@ def _plan(
     if compile:
         require_devices(on)
     found, layout = lay_out(
-        target, mesh, on, strategy, rules, inputs, batch, remat, method=method,
-        min_bytes=min_bytes, accumulate=accumulate,
+        target, mesh, on, strategy, rules, inputs, StepOptions(batch, remat, accumulate),
+        method=method, min_bytes=min_bytes,
     )  # fmt: skip
     require_calibration(calibration, layout)
     least = f"min-bytes={min_bytes}" if min_bytes is not None else None

@@ -10,13 +10,15 @@ import typer
 
 from ..._base import claim_stdout, show_bytes, show_seconds, show_type, tell, tell_json, working
 from ..complete import complete_devices
-from ..help_text import MODEL, OUTPUT
+from ..help_text import MODEL, OUTPUT, STEP
 from ..options import (
     AccumulateOption,
     BatchOption,
     CalibrationOption,
     Format,
     FormatOption,
+    LossChunksOption,
+    OffloadOption,
     RematOption,
     StrategyOption,
     Target,
@@ -37,8 +39,9 @@ _SEARCH = "The search"
 
 Arithmetic drops the layouts that cannot fit, estimates of the partitioned program rank the others,
 and the chips' own compiler proves the best few. What you fix (--mesh, --strategy, --axis, --remat,
---accumulate) stays as it is; everything else is searched. The global batch is never changed. Each
-new best goes to stderr; then come the table, the fastest, the smallest and, with --price, the
+--accumulate, --loss-chunks, --offload) stays as it is; everything else is searched, chunks and
+offloading where a step does not fit without. The global batch is never changed, unless
+--batch-per-device leaves it open. Each new best goes to stderr; then come the table, the fastest, the smallest and, with --price, the
 cheapest layout, and the commands to go on with. If nothing fits, the search looks for the least that
 would.
 
@@ -83,7 +86,8 @@ def search(
         typer.Option(
             "--mesh",
             metavar="AXES",
-            help="Only this mesh: sizes of data, fsdp and model, such as fsdp=8,model=4.",
+            help="Only this mesh: sizes of pipe, data, fsdp, expert, sequence and model, such as "
+            "fsdp=8,model=4.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -92,7 +96,7 @@ def search(
         typer.Option(
             "--axis",
             metavar="NAME=SIZE",
-            help="Only meshes with this size of data, fsdp or model. May be repeated.",
+            help="Only meshes with this size of one axis, such as model=8. May be repeated.",
             rich_help_panel=MODEL,
         ),
     ] = None,
@@ -100,6 +104,18 @@ def search(
     batch: BatchOption = None,
     remat: RematOption = None,
     accumulate: AccumulateOption = None,
+    loss_chunks: LossChunksOption = None,
+    offload: OffloadOption = None,
+    batch_per_device: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-per-device",
+            metavar="N",
+            help="Samples for each device, instead of the recipe's global batch; or free, for the "
+            "number with the most samples per second that fits.",
+            rich_help_panel=STEP,
+        ),
+    ] = None,
     compile: Annotated[
         int,
         typer.Option(
@@ -134,7 +150,7 @@ def search(
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Write the best layout as a lockfile, which train --layout takes.",
+            help="Write the best layout and its step as a lockfile, which train --layout takes.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -169,6 +185,9 @@ def search(
             axes=axes,
             remat="free" if remat is None else None if remat == "none" else remat,
             accumulate=accumulate,
+            loss_chunks=loss_chunks,
+            offload="" if offload == "none" else offload,
+            batch_per_device=_per_device(batch_per_device),
             compile=compile,
             limit=limit,
             prices=prices,
@@ -184,7 +203,7 @@ def search(
     fits = any(candidate.fits for candidate in found.candidates)
     # Before anything is printed: the reader may close the pipe early.
     if fits:
-        save_to(save, found.best.layout)
+        save_to(save, found.best)
     elif save is not None:
         typer.echo(f"{save} was not written: nothing fits", err=True)
     if report is not None:
@@ -253,7 +272,7 @@ def _recipe(target: str, chips: list[str], batch: str | None, remat: str | None)
 
     from ..._chips import parse_chips
     from ..._nnx import Recipe
-    from ..published import is_named, load_step
+    from ..published import StepOptions, is_named, load_step
 
     claim_stdout()
     jax.config.update("jax_platforms", "cpu")
@@ -263,7 +282,7 @@ def _recipe(target: str, chips: list[str], batch: str | None, remat: str | None)
             f"--on {next(on for on in chips if ':' not in on)} asks how many chips {target} takes, "
             f"which depends on the batch: give one, such as --batch 256x4096"
         )
-    found = load_step(target, batch, remat, devices=max(devices, default=1))
+    found = load_step(target, StepOptions(batch, remat), devices=max(devices, default=1))
     if not isinstance(found, Recipe):
         raise ValueError(
             f"target {target!r} is {show_type(found)}: a search needs a Recipe, which has a loss, "
@@ -273,6 +292,14 @@ def _recipe(target: str, chips: list[str], batch: str | None, remat: str | None)
         # What the option says replaces what the recipe says.
         found = dataclasses.replace(found, remat=None)
     return found
+
+
+def _per_device(given: str | None) -> Any:
+    if given in (None, "free"):
+        return given
+    if not given.isdecimal() or not 0 < int(given[:7]) < 10**6:
+        raise ValueError(f"--batch-per-device {given!r}: give a number of samples, or free")
+    return int(given)
 
 
 def _pairs(given: list[str] | None, option: str, example: str) -> list[tuple[str, str]]:
@@ -349,13 +376,23 @@ def _commands(one: Candidate, target: str, batch: str | None, save: str | None =
     from ..published import is_named
 
     target = shlex.quote(target)
-    sizes = f" --batch {batch}" if batch is not None else ""
-    lines = (
-        [] if one.compiled is not None else [f"  shardwise compile {target} {one.command}{sizes}"]
-    )
-    if one.compiled is not None:
-        lines.append(f"  shardwise report {target} {one.command}{sizes} --compile -o step.html")
+    sizes = f" --batch {_batch_of(one, batch)}" if batch or one.samples != _own(one) else ""
+    lines = [f"  shardwise compile {target} {one.command}{sizes}"]
     if not is_named(target):
-        where = f"--layout {shlex.quote(save)}" if save is not None else one.layout_options
-        lines.append(f"  shardwise train {target} {where}{one.step_options}{sizes} --steps 1000")
+        where = f"{one.layout_options}{one.step_options}"
+        where = f"--layout {shlex.quote(save)}" if save is not None else where
+        lines.append(f"  shardwise train {target} {where}{sizes} --steps 1000")
     return lines
+
+
+def _own(one: Candidate) -> int:
+    """Returns the samples of the recipe that was searched."""
+    import jax
+
+    return next((x.shape[0] for x in jax.tree.leaves(one.maker.given.batch) if x.shape), 1)
+
+
+def _batch_of(one: Candidate, batch: str | None) -> str:
+    """Returns the batch as an option: the one that was given, with the samples that were chosen."""
+    _, times, rest = (batch or "").partition("x")
+    return f"{one.samples}{times}{rest}"

@@ -10,6 +10,7 @@ import typer
 
 from ..._base import show_type, tell, tell_json
 from ..help_text import MODEL
+from ..laid_out import lay_out
 from ..options import (
     Format,
     FormatOption,
@@ -19,7 +20,6 @@ from ..options import (
     RulesOption,
     StrategyOption,
     command,
-    lay_out,
 )
 from .train import RECIPES
 

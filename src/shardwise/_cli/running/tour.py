@@ -16,7 +16,7 @@ from ..._checkpoint import Checkpoints
 from ..._layout import Layout, fsdp, layout, tensor
 from ..._mesh import mesh, show_mesh
 from ..._step import TrainState
-from ..._train import fit, train_state
+from ..._train import fit, fit_with, train_state, train_step
 
 
 def run_tour(steps: int, directory: Path | None) -> None:
@@ -65,7 +65,8 @@ def run_tour(steps: int, directory: Path | None) -> None:
 
     half = steps // 2
     heading("Train", f"{half} steps on {show_mesh(first)}, then save")
-    fit(recipe, plan, samples, steps=half, checkpoints=store, log_every=10)
+    step = train_step(recipe, plan)
+    fit_with(lambda: step, samples, steps=half, checkpoints=store, log_every=10)
 
     second = mesh("data=4,model=2", on="cpu:8")
     heading("Restore", f"the checkpoint of step {half} onto {show_mesh(second)}, and continue")
@@ -75,7 +76,7 @@ def run_tour(steps: int, directory: Path | None) -> None:
     tell(str(found))
     again = fit(recipe, other, samples, steps=steps, checkpoints=store, log_every=10)
     with working("training without the interruption"):
-        straight = fit(recipe, plan, samples, steps=steps, show=False)
+        straight = fit_with(lambda: step, samples, steps=steps, show=False)
     apart = max(
         float(np.max(np.abs(np.asarray(straight.model[path]) - np.asarray(again.model[path]))))
         for path in straight.model

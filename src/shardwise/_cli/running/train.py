@@ -13,6 +13,7 @@ import typer
 
 from ..._base import show_type, tell_json
 from ..help_text import OUTPUT
+from ..laid_out import lay_out
 from ..options import (
     AccumulateOption,
     BatchOption,
@@ -20,15 +21,18 @@ from ..options import (
     FormatOption,
     InputsOption,
     LayoutOption,
+    LossChunksOption,
+    MicrobatchesOption,
     MinBytesOption,
+    OffloadOption,
     OnOption,
     OwnMeshOption,
     RematOption,
     RulesOption,
     StrategyOption,
     command,
-    lay_out,
 )
+from .weights import NamesOption, load_model
 
 if TYPE_CHECKING:
     from ..._checkpoint import Checkpoints
@@ -83,6 +87,9 @@ def train(
     batch: BatchOption = None,
     remat: RematOption = None,
     accumulate: AccumulateOption = None,
+    loss_chunks: LossChunksOption = None,
+    offload: OffloadOption = None,
+    microbatches: MicrobatchesOption = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -142,6 +149,16 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            "--weights",
+            metavar="PATH",
+            help="Begin with these weights: a .safetensors file, or a folder of them.",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
+    names: NamesOption = None,
     logs: Annotated[
         str | None,
         typer.Option(
@@ -160,16 +177,20 @@ def train(
     from ..._nnx import Recipe
     from ..._processes import agreed_steps, distributed, noting_failure, together
     from ..._train import Stopped, fit
+    from ..._weights import load
+    from ..published import StepOptions
 
     began = time.perf_counter()
     if checkpoints is None and (every or minutes or resume):
         raise ValueError("--every, --minutes and --resume need --checkpoints DIR")
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
+    if names is not None and weights is None:
+        raise ValueError("--names needs --weights PATH, the weights that have these names")
     distributed()
     with noting_failure():
         with together(f"loading {target} and the data"):
             recipe, laid_out = lay_out(
-                target, mesh, on, strategy, rules, inputs, batch, remat, min_bytes=min_bytes,
-                accumulate=accumulate, saved=layout,
+                target, mesh, on, strategy, rules, inputs, step, min_bytes=min_bytes, saved=layout,
             )  # fmt: skip
             if not isinstance(recipe, Recipe):
                 raise ValueError(
@@ -186,9 +207,14 @@ def train(
                 f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to continue "
                 f"from there, or another directory"
             )
+        model = None
+        if weights is not None and not saved:  # a run that is resumed has its own
+            model = load_model(load, recipe.model, laid_out, weights, names=names)
         status, last = 0, steps
         try:
-            state = fit(recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs)
+            state = fit(
+                recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs, model=model
+            )
             last = int(state.step)
         except Stopped as stopped:
             status, last = stopped.status, stopped.step

@@ -158,4 +158,10 @@ function pointText(candidate, number) {
 const showCost = (dollars) => `$${dollars >= 0.001 || !dollars ? dollars.toFixed(4) : Number(dollars.toPrecision(2))}`;
 const REMATS = { dots_with_no_batch_dims_saveable: "dots", nothing_saveable: "all", "": "as given" };
 const showRemat = (remat) => (remat === null ? "none" : REMATS[remat] || remat);
-const showStep = (c) => `remat ${showRemat(c.remat)}${c.accumulate > 1 ? `, ${c.accumulate} microbatches` : ""}`;
+const showStep = (c) => [
+  `remat ${showRemat(c.remat)}`,
+  ...(c.accumulate > 1 ? [`${c.accumulate} microbatches`] : []),
+  ...(c.loss_chunks > 1 ? [`loss in ${c.loss_chunks} chunks`] : []),
+  ...(c.offload ? [`${c.offload} offloaded`] : []),
+  ...(c.microbatches ? [`pipeline in ${c.microbatches} parts`] : []),
+].join(", ");

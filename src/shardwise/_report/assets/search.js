@@ -20,11 +20,15 @@ function tableOf(candidates, number, chips = false) {
     ...(proved ? [["", status]] : []),
     ["remat", (c) => showRemat(c.remat)],
     ...(split ? [["microbatches", (c) => c.accumulate]] : []),
+    ...(candidates.some((c) => c.loss_chunks > 1) ? [["chunks", (c) => c.loss_chunks]] : []),
+    ...(candidates.some((c) => c.offload) ? [["offload", (c) => c.offload || "none"]] : []),
+    ...(candidates.some((c) => c.microbatches) ? [["stages' parts", (c) => c.microbatches || ""]] : []),
+    ...(new Set(candidates.map((c) => c.samples)).size > 1 ? [["batch", (c) => c.samples]] : []),
     ["MFU", (c) => `${(100 * c.mfu).toFixed(0)}%`],
     ...(priced ? [["cost of a step", (c) => (c.cost === null ? "" : showCost(c.cost))]] : []),
     ...(several ? [["chips", (c) => c.chips]] : []),
   ];
-  const right = columns.map(([name], i) => (i === 0 || ["step", "peak", "microbatches", "MFU", "cost of a step"].includes(name) ? i : -1));
+  const right = columns.map(([name], i) => (i === 0 || ["step", "peak", "microbatches", "chunks", "stages' parts", "batch", "MFU", "cost of a step"].includes(name) ? i : -1));
   return table(columns.map(([name]) => name), candidates.map((c, i) => columns.map(([, cell]) => cell(c, i))),
     { right, label: "Layouts, those that fit first, fastest first" });
 }

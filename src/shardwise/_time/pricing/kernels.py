@@ -6,10 +6,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from .._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
+from ..._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
+from .convolutions import POINTWISE, Convolution, convolution_of, convolved_seconds
+from .fusions import minor_of, penalty_of, waits_of
 from .price import FREE, Price
 from .rates import GpuRates, Products
 
@@ -63,9 +64,11 @@ class GpuPricer:
             if dots:
                 return self._fused_products(inner, dots, access)
             triton = "triton" in instruction.rest
-            penalty, waited = self._penalty(inner, triton=triton), 0.0
+            inside = self.module.computations.get(inner, ())
+            penalty, waited = penalty_of(inside, triton=triton), 0.0
             if not triton:
-                waited = min(self._latency(inner), 3.5 * access.total / self.rates.bandwidth)
+                waited = 3 * self.rates.kernel * waits_of(inside)
+                waited = min(waited, 3.5 * access.total / self.rates.bandwidth)
             hot = computation in self.bodies
             return self.streamed(access, penalty, self._scattered(inner), waited, hot=hot)
         if opcode in ("dot", "convolution", "ragged-dot"):
@@ -107,43 +110,6 @@ class GpuPricer:
         known = self.rates.atomics
         return known[min(known, key=lambda other: abs(other - size))]
 
-    def _penalty(self, inner: str, *, triton: bool) -> float:
-        """Returns how much slower than a copy a fusion streams, by what it does to its arrays."""
-        inside = self.module.computations.get(inner, ())
-        if not inside:
-            return 1.0
-        found, root = {i.opcode for i in inside}, inside[-1]
-        largest = max(root.shapes, key=lambda s: s.size, default=None)
-        written = largest.size if largest else 0
-        narrow = largest is not None and largest.nbytes <= 2 * largest.size
-        penalty = 1.0
-        pads = [i for i in inside if i.opcode == "pad" and 4 * i.shapes[0].size >= written]
-        if len(pads) > 1:
-            # All sides are computed for each element, and loads of 2 bytes are not vectorised.
-            short = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
-            penalty = 2.5 if short and "slice" in found else 1.8 if narrow else 1.3
-        if "transpose" in found:
-            # Only the outermost goes through shared memory: those below it, and those beside it,
-            # read or write single elements.
-            single = sum(i.opcode == "transpose" for i in inside) == 1
-            factor = 1.0 if triton else 1.05 if single else 1.7
-            if _nested(inside):
-                factor = (1.0 if narrow else 2.1) if triton else 4.5 if narrow else 3.0
-            penalty = max(penalty * 1.1, factor)
-        if "reduce" in found:
-            row = 1.3 if triton and not narrow else 1.03
-            columns = any(_over_columns(i, inside) for i in inside if i.opcode == "reduce")
-            penalty = max(penalty, (1.25 if narrow else 1.05) if columns else row)
-        fills = found <= {"broadcast", "constant", "bitcast", "copy"}
-        # Filling with elements of 2 bytes or less is not vectorised.
-        return 2.4 if fills and narrow else penalty
-
-    def _latency(self, inner: str) -> float:
-        """Returns the seconds in which sums over columns wait: few of their blocks run at once."""
-        inside = self.module.computations.get(inner, ())
-        sums = [i for i in inside if i.opcode == "reduce" and _over_columns(i, inside)]
-        return 3 * self.rates.kernel * min(2, len(sums))
-
     def _scattered(self, inner: str) -> tuple[tuple[int, int], ...]:
         found = []
         for i in self.module.computations.get(inner, ()):
@@ -155,7 +121,7 @@ class GpuPricer:
         own = self.module.by_name[computation]
         arrays = [own[n].shapes[0] for n in scatter.operands[-len(scatter.shapes) :] if n in own]
         # Elements that each have a place of their own are added one by one, rows together.
-        each = 4 if scatter.attribute("update_window_dims") == "{}" else 1
+        each = 8 if scatter.attribute("update_window_dims") == "{}" else 1
         return tuple((each * s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
 
     def sort(self, instruction: Instruction, access: Access) -> Price:
@@ -218,7 +184,7 @@ class GpuPricer:
         batch = math.prod(left.dims[d] for d in numbers[2])
         rows = left.size // max(1, contracted * batch)
         columns = right.size // max(1, contracted * batch)
-        lies = (_minor(left) in numbers[0], _minor(right) in numbers[1])
+        lies = (minor_of(left) in numbers[0], minor_of(right) in numbers[1])
         sizes = (batch, rows, columns, contracted)
         return self.matmul(sizes, shapes, lies, flops, moved, added=added, sliced=sliced)
 
@@ -310,61 +276,28 @@ class GpuPricer:
     def convolved(
         self, instruction: Instruction, shapes: list[Shape], target: str, flops: int, moved: int
     ) -> Price:
-        """Returns the price of a convolution: an implicit product with its own efficiencies."""
-        rates = self.rates
-        dtype = shapes[0].dtype if shapes else "f32"
-        products = _products(rates, dtype)
-        own = rates.convolutions["bf16" if dtype in ("bf16", "f16") else "f32"]
-        scale = rates.bandwidth / 4.2e12
-        groups = int(instruction.attribute("feature_group_count") or 1)
-        wgrad, dgrad = "BackwardFilter" in target, "BackwardInput" in target
-        taps, skipping = _taps(instruction), _step(instruction)
-        if groups > 1:
-            seconds = max(flops / (15e12 * scale), moved / rates.bandwidth)
-            return Price(rates.kernel + seconds, "convolution", moved, flops)
-        rows, columns, channels = _implicit(instruction, shapes, wgrad)
-        contracted = max(1, flops // max(1, 2 * rows * columns))
-        if "rhs_dilate" in instruction.attribute("window"):
-            # A gradient written as a convolution whose window is another gradient.
-            m, n = own.tile
-            waves = -(-(-(-rows // m) * -(-columns // n)) // rates.cores)
-            seconds = waves * 2 * m * n * contracted / (own.dilated * products.rate)
-            seconds += rates.kernel + own.converted * moved / rates.bandwidth
-            return Price(seconds, "convolution", moved, flops)
-        if min(channels, rows if wgrad else columns) < 8:
-            # Padded to what tensor cores take, and by kernels that nobody tunes for this.
-            reached = own.few[columns >= 64] if wgrad else 36e12
-            if channels >= 8:
-                reached = 4e12 if wgrad else 8e12
-            elif not wgrad and (taps * channels < 32 or skipping >= 1):
-                # Windows that overlap read the same pixels again, from the cache.
-                reached = 20e12 if taps * channels < 32 else 23e12
-            seconds = flops / (reached * scale)
-            return Price(rates.kernel + seconds, "convolution", moved, flops)
-        if skipping > 1 and not dgrad:
-            # Pixels between the windows are not read.
-            moved -= int(shapes[0].nbytes * (1 - 1 / skipping))
-        share = own.shares[2 if wgrad else 1 if dgrad else 0]
-        start, overlap = own.start, own.overlap
-        if taps == 1 and dtype not in ("bf16", "f16"):
-            # Plain products; what a strided window skips is computed as zeros.
-            share = 0.47 if wgrad else 0.8
-            if dgrad:
-                share = 0.46 if skipping > 1 else 0.65
-            start, overlap = 1.5 * products.start, 0.28
-        else:
-            products = dataclasses.replace(products, small=own.small)
-            if wgrad and columns == taps * channels:
-                columns = taps * -(-channels // own.padded) * own.padded
-            elif not wgrad:
-                contracted = contracted * -(-channels // own.chunk) * own.chunk // channels
-        seconds = tiled_seconds(
-            products, rates.cores, rates.bandwidth, share, 1, rows, columns, contracted,
-            splits=_SPLITS if wgrad else (1,),
-        )  # fmt: skip
-        streamed = moved / rates.bandwidth
-        total = start + max(seconds, streamed) + overlap * min(seconds, streamed)
-        return Price(total, "convolution", moved, flops)
+        """Returns the price of a convolution."""
+        rates, found = self.rates, convolution_of(instruction, shapes, target)
+        if found is None:
+            streamed = moved / rates.bandwidth
+            half = 0.5 * rates.cores * _products(rates, shapes[0].dtype if shapes else "f32").rate
+            return Price(rates.kernel + max(flops / half, streamed), "convolution", moved, flops)
+        if found.pointwise:
+            return self._pointwise(found, shapes, flops, moved)
+        rate = _products(rates, shapes[0].dtype).rate
+        seconds = convolved_seconds(found, rate, rates.cores, rates.bandwidth, rates.kernel)
+        return Price(seconds, "convolution", moved, flops)
+
+    def _pointwise(self, found: Convolution, shapes: list[Shape], flops: int, moved: int) -> Price:
+        """Returns the price of a convolution of single pixels: a plain product."""
+        sizes, lies = (1, found.made, found.features, found.channels), (True, True)
+        if found.towards == "input":
+            sizes, lies = (1, found.made, found.channels, found.features), (True, False)
+        elif found.towards == "filter":
+            sizes, lies = (1, found.features, found.channels, found.made), (False, False)
+        price = self.matmul(sizes, shapes, lies, flops, moved)
+        slower = POINTWISE[found.wide][found.towards == "filter"]
+        return dataclasses.replace(price, seconds=slower * price.seconds, kind="convolution")
 
 
 def _products(rates: GpuRates, dtype: str) -> Products:
@@ -414,62 +347,6 @@ def tiled_seconds(
     )  # fmt: skip
 
 
-def _window_size(instruction: Instruction) -> str:
-    found = re.search(r"size=([\dx]+)", instruction.attribute("window"))
-    return found[1] if found else ""
-
-
-def _taps(instruction: Instruction) -> int:
-    """Returns how many places a window has."""
-    return math.prod(int(n) for n in _window_size(instruction).split("x") if n)
-
-
-def _step(instruction: Instruction) -> float:
-    """Returns the strides of a window over its sizes: above 1, it skips pixels."""
-    found = re.search(r"stride=([\dx]+)", instruction.attribute("window"))
-    strides = [int(n) for n in found[1].split("x")] if found else [1]
-    return math.prod(strides) / _taps(instruction)
-
-
-def _over_columns(reduce: Instruction, inside: Sequence[Instruction]) -> bool:
-    """Returns whether a reduction leaves the contiguous dim."""
-    given = next((i for i in inside if i.name == reduce.operands[0] and i.shapes), None)
-    dims = {int(n) for n in re.findall(r"\d+", reduce.attribute("dimensions"))}
-    return given is not None and _minor(given.shapes[0]) not in dims
-
-
-def _nested(inside: Sequence[Instruction]) -> bool:
-    """Returns whether a transpose is transposed again."""
-    below: set[str] = set()
-    for i in inside:
-        touched = any(name in below for name in i.operands)
-        if i.opcode == "transpose" and touched:
-            return True
-        if touched or i.opcode == "transpose":
-            below.add(i.name)
-    return False
-
-
-def _implicit(instruction: Instruction, shapes: list[Shape], wgrad: bool) -> tuple[int, int, int]:
-    """Returns the rows and columns of a convolution as a product, and its input channels."""
-    out = instruction.shapes[0]
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", instruction.attribute("dim_labels"))
-    if labels is None or len(shapes[0].dims) != len(labels[1]):
-        return max(1, out.size // 64), 64, 64
-    channels = shapes[0].dims[labels[1].index("f")]
-    if wgrad and len(out.dims) == len(labels[2]):
-        rows = out.dims[labels[2].index("o")]
-        return rows, max(1, out.size // rows), channels
-    columns = out.dims[labels[3].index("f")] if len(out.dims) == len(labels[3]) else 64
-    return max(1, out.size // max(1, columns)), columns, channels
-
-
-def _minor(shape: Shape) -> int:
-    """Returns the dim whose elements are contiguous."""
-    found = re.match(r"\{(\d+)", shape.layout)
-    return int(found[1]) if found else len(shape.dims) - 1
-
-
 def _listed(instruction: Instruction, name: str) -> list[int]:
     found: Any = re.search(rf'"{name}":\[([^\]]*)\]', instruction.rest)
     return [int(n.strip('"')) for n in found[1].split(",") if n] if found else []
@@ -484,8 +361,8 @@ def product_seconds(
     `lies` says of each operand whether its contracted dim is the contiguous one: by default both
     are in row-major order.
     """
-    products = rates.products[dtype]
-    size = 2 if dtype == "bf16" else 4
+    products = _products(rates, dtype)
+    size = 1 if dtype.startswith("f8") else 2 if dtype in ("bf16", "f16") else 4
     moved = rows * contracted + contracted * columns + rows * columns
     moved *= batch * size / rates.bandwidth
     seconds = tiled_seconds(

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from .._base import count, fold_numbers, show_bytes, show_devices, text_table
-from .._layout import Layout, show_shape
-from .._mesh import show_mesh, show_spec, spec_axes
-from .._nnx import Leaf
+from ..._base import count, fold_numbers, show_bytes, show_devices, text_table
+from ..._layout import Layout, show_shape
+from ..._mesh import show_mesh, show_spec, spec_axes
+from ..._nnx import Leaf
 
 _HEADER = ("model", "bytes/device", "share", "split", "shape")
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 
-from .._chips import CHIPS, Chip
+from ..._chips import CHIPS, Chip
 
 MANY_TILES = tuple(
     (m, n)
@@ -57,37 +57,6 @@ class Products:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Convolutions:
-    """A model of convolutions on a GPU: products with kernels of their own.
-
-    Attributes:
-        start: seconds before the first tile.
-        shares: of the rate of products: forward, towards the input, and towards the filter.
-        small: how much smaller tiles cost, as in `Products`.
-        overlap: how much of the shorter of computing and streaming is not hidden by the other.
-        chunk: each place of the window contracts a multiple of so many channels.
-        padded: each place of the window fills a multiple of so many columns of a filter's gradient.
-        few: flops per second of all cores for filters' gradients from fewer than eight channels, as
-            images have, with fewer than 64 numbers in a filter and with more.
-        dilated: the share of the rate where a gradient is written as a convolution with a dilated
-            window. Nobody tunes for that: tiles have one size, and nothing is split.
-        tile: that size.
-        converted: how often such a convolution streams its arrays to lay them out anew.
-    """
-
-    start: float
-    shares: tuple[float, float, float]
-    small: float
-    overlap: float
-    chunk: int
-    padded: int
-    few: tuple[float, float]
-    dilated: float
-    tile: tuple[int, int]
-    converted: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class GpuRates:
     """The speeds of one GPU.
 
@@ -97,7 +66,6 @@ class GpuRates:
         source: where the figures come from.
         cores: the streaming multiprocessors.
         products: by the dtype of the operands.
-        convolutions: by the dtype of the operands, with windows of more than one place.
         bandwidth: bytes per second of kernels that stream through memory.
         cache: bytes of the cache that all cores share.
         scalar: scalar operations per second of all cores.
@@ -115,7 +83,6 @@ class GpuRates:
     source: str
     cores: int
     products: Mapping[str, Products]
-    convolutions: Mapping[str, Convolutions]
     bandwidth: float
     cache: float
     scalar: float
@@ -140,7 +107,7 @@ _TF32_AMPERE = {(True, True): 1.0, (True, False): 0.97, (False, False): 0.86, (F
 H200 = GpuRates(
     name="h200",
     label="measured",
-    source="kernels of 44 recipes on one H200 (benchmarks/step_time)",
+    source="kernels of 58 recipes on one H200 (benchmarks/step_time)",
     cores=132,
     products={
         "bf16": Products(3.0e-6, 7.96e12, 57, 0.256, 2.8e-6, _EVEN),
@@ -165,32 +132,6 @@ H200 = GpuRates(
                 overlap=0.45,
                 added=0.92,
             ),
-        ),
-    },
-    convolutions={
-        "bf16": Convolutions(
-            3.4e-6,
-            (1.17, 1.09, 1.17),
-            0.57,
-            0.45,
-            chunk=64,
-            padded=64,
-            few=(30e12, 55e12),
-            dilated=0.264,
-            tile=(64, 64),
-            converted=0.0,
-        ),
-        "f32": Convolutions(
-            6.1e-6,
-            (2.32, 1.92, 1.34),
-            2.54,
-            0.44,
-            chunk=32,
-            padded=64,
-            few=(12e12, 31e12),
-            dilated=0.364,
-            tile=(128, 128),
-            converted=3.0,
         ),
     },
     bandwidth=4.2e12,

@@ -9,7 +9,7 @@ SPREAD = {
     "product": 0.06,
     "wide product": 0.1,  # of float32 and wider
     "attention": 0.12,
-    "convolution": 0.2,
+    "convolution": 0.12,
     "memory": 0.1,
     "scalar": 0.15,
     "launch": 0.25,

@@ -1,0 +1,97 @@
+"""How much memory temporary arrays take at most, as kernels run one after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+
+from .fused import Block
+from .windows import Kernel
+
+_LANES = 128
+# What writes its result over an operand that nothing reads later.
+_IN_PLACE = {"all-reduce", "scatter", "sort"}
+
+
+def peak_of(
+    block: Block, inner: Callable[[Kernel], int], host: Collection[int] = ()
+) -> tuple[int, int]:
+    """Returns the most bytes alive at once, as scheduled, and if nothing were freed early.
+
+    Args:
+        block: the kernels.
+        inner: returns the bytes that the body of a loop takes.
+        host: the values in the memory of the hosts.
+    """
+    last: dict[int, int] = {}
+    kernels = block.allocated
+    for number, kernel in enumerate(kernels):
+        for value in kernel.reads:
+            last[block.root(value)] = number
+    sizes = _sizes(block)
+    alive: dict[int, int] = {}
+    peak = total = most = 0
+    for number, kernel in enumerate(kernels):
+        ending = {v: size for v, size in alive.items() if last.get(v, -1) <= number}
+        inside = 0
+        if kernel.op.kind == "while":
+            inside = inner(kernel)
+            for place, value in enumerate(kernel.op.results):
+                # Stacks that the loop fills begin as a constant, which is written once. A TPU's
+                # compiler makes constants in the loop.
+                same = kernel.op.after[place] == kernel.op.inside[place]
+                if same and not block.gpu and block.made_again(kernel.op.operands[place]):
+                    continue
+                if block.root(value) == value and value not in block.outputs:
+                    alive[value] = 0 if value in host else block.shapes[value].nbytes
+                    total += alive[value]
+        over = dict(ending) if not kernel.heavy or kernel.op.kind in _IN_PLACE else {}
+        reused = 0
+        for value, size in kernel.writes.items():
+            root = block.root(value)
+            kept = root in alive or root not in block.maker
+            if kept or not size or root in block.outputs or value in block.outputs:
+                continue
+            alive[root] = 0 if root in host else sizes.get(value, block.nbytes(value))
+            total += alive[root]
+            most += 0 if root in host else size
+            below = next((v for v, n in over.items() if n == alive[root]), None)
+            if below is not None:
+                reused += over.pop(below)
+        peak = max(peak, total - reused + inside)
+        for value in [v for v in alive if last.get(v, -1) <= number]:
+            total -= alive.pop(value)
+    return peak, max(peak, min(most, 4 * peak))
+
+
+def _sizes(block: Block) -> dict[int, int]:
+    """Returns the values that take other memory on a TPU than their bytes.
+
+    What a product makes for one kernel after it is computed in the same one. Of what is gathered
+    for a product in parts, or scattered after it, there are a few shards. What attention kernels
+    read and write fills whole registers along its last dim.
+    """
+    if block.gpu:
+        return {}
+    readers: dict[int, list[Kernel]] = defaultdict(list)
+    for kernel in block.kernels:
+        for value in kernel.reads:
+            readers[value].append(kernel)
+    found: dict[int, int] = {}
+    for kernel in block.kernels:
+        if kernel.op.kind == "dot_general":
+            for value in kernel.writes:
+                after = readers[value]
+                if len(after) == 1 and after[0].absorbed:
+                    found[value] = 0
+                elif len(after) == 1 and after[0].windowed and after[0].op.kind == "reduce-scatter":
+                    found[value] = 2 * block.nbytes(value) // after[0].windowed
+        elif kernel.windowed and kernel.op.kind == "all-gather":
+            for value in kernel.writes:
+                found[value] = 3 * block.nbytes(value) // kernel.windowed
+        elif kernel.op.kind == "custom_call":
+            for value in (*kernel.reads, *kernel.writes):
+                dims = block.shapes[value].dims
+                if len(dims) >= 3 and 1 < dims[-1] < _LANES:
+                    found[value] = block.nbytes(value) * _LANES // dims[-1]
+    return found

@@ -1,0 +1,165 @@
+"""Kernels, and the products that a TPU's compiler computes in parts while shards travel.
+
+It turns a gather that one product reads, and a scatter of what a product makes, into a loop of
+permutes around the ring in both directions, each with a part of the product (a collective matmul).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from .._hlo import Access, Shape
+from .orders import dims_of, numbers_of
+from .partition import Op
+
+# Devices over which products are computed in parts: seen for 4, 8 and 16, not for 2, nor for 64 of
+# 256; nor for the 4 of one host.
+RINGS = (4, 8, 12, 16, 20, 24, 28, 32)
+# Two uses of a gathered array that are further apart than this many operations gather it twice: seen
+# for 573, not for 426.
+_APART = 500
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Kernel:
+    """One kernel, collective or loop.
+
+    Attributes:
+        ops: its operations.
+        heavy: whether it is a single operation that is never fused.
+        reads: the values that it reads, each with the bytes of it that are read.
+        writes: the values that it writes, each with its bytes.
+        operations: its scalar operations.
+        size: the elements that it iterates over.
+        level: how late it can run.
+        windowed: in how many parts it is computed while shards travel; 0 if it is not.
+        permutes: how many permutes of a shard stand for a collective that is windowed.
+        summed: whether these parts are added up.
+        partners: the windowed collectives of a product.
+        repeats: how often a gather runs, for uses that are far from each other.
+        absorbed: whether a product next to it does most of its work (on a TPU).
+    """
+
+    ops: list[Op]
+    heavy: bool
+    reads: dict[int, int] = dataclasses.field(default_factory=dict)
+    writes: dict[int, int] = dataclasses.field(default_factory=dict)
+    operations: int = 0
+    size: int = 0
+    level: int = 0
+    windowed: int = 0
+    permutes: int = 0
+    repeats: int = 1
+    summed: bool = False
+    absorbed: bool = False
+    partners: list[Kernel] = dataclasses.field(default_factory=list)
+
+    @property
+    def op(self) -> Op:
+        """Its last operation."""
+        return self.ops[-1]
+
+    @property
+    def access(self) -> Access:
+        """What it moves through memory."""
+        return Access(sum(self.reads.values()), sum(self.writes.values()), self.operations)
+
+
+def mark_windows(
+    kernels: Sequence[Kernel],
+    shapes: Mapping[int, Shape],
+    maker: Mapping[int, Op],
+    is_ring: Callable[[Op], bool],
+) -> None:
+    """Marks the gathers that feed one product alone, the scatters of products, and these products.
+
+    Args:
+        kernels: the kernels of a block.
+        shapes: by value.
+        maker: the operation that makes each value of the block.
+        is_ring: returns whether the devices of a collective are such that it is computed so.
+    """
+    readers: dict[int, list[Kernel]] = defaultdict(list)
+    owner: dict[int, Kernel] = {}
+    for kernel in kernels:
+        owner |= dict.fromkeys(kernel.writes, kernel)
+        for value in kernel.reads:
+            readers[value].append(kernel)
+    zeros: set[Shape] = set()
+    places = {value: number for number, value in enumerate(maker)}
+    for kernel in kernels:
+        parts = math.prod(size for _, size in kernel.op.axes)
+        if kernel.op.kind == "all-gather":
+            near = [k for value in kernel.writes for k in readers[value]]
+            uses = [places.get(k.op.results[0], 0) for k in near if k.op.results]
+            kernel.repeats = 2 if uses and max(uses) - min(uses) > _APART else 1
+        elif kernel.op.kind == "reduce-scatter":
+            near = [owner[value] for value in kernel.reads if value in owner]
+        else:
+            continue
+        if parts not in RINGS or not is_ring(kernel.op):
+            continue
+        # The partitioner leaves what a `shard_map` contains as it is.
+        if len(near) != 1 or near[0].op.kind != "dot_general" or near[0].op.manual:
+            continue
+        product = near[0]
+        if kernel.op.kind == "all-gather":
+            summed = _sums(product.op, kernel.op, shapes, maker)
+            if not summed and _partial(product, readers):
+                continue
+            # A ring of four is unrolled, and what no part needs is not sent.
+            kernel.permutes = parts - 1 if parts == 4 else parts + 1
+            product.summed |= summed
+        else:
+            shard = shapes[kernel.op.results[0]]
+            # The same holds for the sums that begin at zero, if they have been sent before.
+            kernel.permutes = parts - 1 if parts == 4 and shard in zeros else parts + 1
+            zeros.add(shard)
+        kernel.windowed = product.windowed = parts
+        product.partners.append(kernel)
+    if any(kernel.windowed > 4 for kernel in kernels):
+        return  # in loops, with arrays laid out for them
+    for kernel in kernels:
+        if not kernel.heavy:
+            near = [owner[v] for v in kernel.reads if v in owner]
+            near += [k for v in kernel.writes for k in readers[v]]
+            kernel.absorbed = any(k.op.kind == "dot_general" for k in near if k.heavy)
+
+
+def _partial(product: Kernel, readers: Mapping[int, Sequence[Kernel]]) -> bool:
+    """Returns whether a product's result is summed over devices, as a contracted dim is split."""
+    return any(
+        k.op.kind in ("all-reduce", "reduce-scatter") for v in product.writes for k in readers[v]
+    )
+
+
+def _sums(product: Op, gather: Op, shapes: Mapping[int, Shape], maker: Mapping[int, Op]) -> bool:
+    """Returns whether a product contracts the dim that is gathered for it."""
+    numbers = numbers_of(product)
+    for side, operand in enumerate(product.operands[:2]):
+        dims = _gathered(operand, gather, shapes, maker)
+        if dims:
+            return bool(dims & set(numbers[side]))
+    return False
+
+
+def _gathered(
+    value: int, gather: Op, shapes: Mapping[int, Shape], maker: Mapping[int, Op]
+) -> set[int]:
+    """Returns the dims of a value that are the gathered ones of what it renames."""
+    if value in gather.results:
+        return set(gather.dims)
+    op = maker.get(value)
+    if op is None or len(op.operands) != 1:
+        return set()
+    before = _gathered(op.operands[0], gather, shapes, maker)
+    if op.kind == "transpose":
+        return {i for i, dim in enumerate(dims_of(op, "permutation")) if dim in before}
+    if op.kind == "reshape":
+        old, new = shapes[op.operands[0]].dims, shapes[value].dims
+        ends = {math.prod(old[dim + 1 :]) for dim in before}
+        return {i for i in range(len(new)) if math.prod(new[i + 1 :]) in ends and new[i] > 1}
+    return before

@@ -1,0 +1,126 @@
+"""A recipe with what a search chose for its step: remat, microbatches, chunks, offloading."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._base import either
+from .._nnx import Recipe, abstract_model
+from ..models import Decoder
+from .space import Choice
+
+
+def with_choice(recipe: Recipe, choice: Choice) -> Recipe:
+    """Returns a recipe with what a choice says of its step."""
+    found = with_samples(recipe, choice.samples)
+    found = dataclasses.replace(
+        found,
+        accumulate=choice.accumulate,
+        loss_chunks=choice.loss_chunks,
+        offload=choice.offload,
+    )
+    if choice.remat != "":
+        found = with_remat(found, choice.remat)
+    return found if choice.microbatches is None else with_microbatches(found, choice.microbatches)
+
+
+def with_step(recipe: Recipe, fields: Mapping[str, Any]) -> Recipe:
+    """Returns a recipe with some of remat, accumulate, loss_chunks, offload and microbatches.
+
+    Args:
+        recipe: the recipe.
+        fields: by name, as a lockfile has them; microbatches that are None stay the model's own.
+    """
+    own = {name: value for name, value in fields.items() if name not in ("remat", "microbatches")}
+    found = with_remat(recipe, fields["remat"]) if "remat" in fields else recipe
+    if fields.get("microbatches") is not None:
+        found = with_microbatches(found, fields["microbatches"])
+    return dataclasses.replace(found, **own)
+
+
+def with_samples(recipe: Recipe, samples: int) -> Recipe:
+    """Returns a recipe whose global batch has so many samples."""
+    if samples == samples_of(recipe):
+        return recipe
+    batch = jax.tree.map(
+        lambda leaf: (
+            jax.ShapeDtypeStruct((samples, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf
+        ),
+        recipe.batch,
+    )
+    return dataclasses.replace(recipe, batch=batch)
+
+
+def samples_of(recipe: Recipe) -> int:
+    """Returns the number of samples in a global batch."""
+    sizes = [leaf.shape[0] for leaf in jax.tree.leaves(recipe.batch) if leaf.shape]
+    return sizes[0] if sizes else 1
+
+
+def with_remat(recipe: Recipe, policy: str | None) -> Recipe:
+    """Returns a recipe with a remat policy for the model's blocks, as a search applies it.
+
+    A model without a list of like blocks gets it for its whole loss.
+
+    Args:
+        recipe: the recipe.
+        policy: the name of a policy; None for no rematerialisation.
+    """
+    model = made_abstract(recipe)
+    if isinstance(model, Decoder):
+        return dataclasses.replace(recipe, model=_changed(recipe.model, remat=policy), remat=None)
+    pattern = blocks_of(model)
+    applied = {pattern: policy} if pattern and policy else policy
+    return dataclasses.replace(recipe, remat=applied)
+
+
+def with_microbatches(recipe: Recipe, count: int) -> Recipe:
+    """Returns a recipe whose decoder runs its pipeline with so many microbatches.
+
+    Raises:
+        ValueError: the model is not a Decoder, whose own call of `sw.pipeline` has the number.
+    """
+    if not isinstance(made_abstract(recipe), Decoder):
+        raise ValueError(
+            f"{either('microbatches=', '--microbatches ')}{count} needs a models.Decoder: another "
+            f"model gives their number to sw.pipeline itself"
+        )
+    return dataclasses.replace(recipe, model=_changed(recipe.model, microbatches=count))
+
+
+def made_abstract(recipe: Recipe) -> nnx.Module:
+    """Returns the recipe's model without arrays."""
+    abstract = abstract_model(recipe.model)
+    return nnx.merge(abstract.graphdef, abstract.state)
+
+
+def blocks_of(model: nnx.Module) -> str:
+    """Returns the pattern of paths of the model's like blocks, the largest list of them."""
+    found: list[tuple[int, str]] = []
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.List) and len(module) > 1:
+            kinds = {type(each) for each in module}
+            if len(kinds) == 1 and isinstance(module[0], nnx.Module):
+                found.append((len(module), ".".join(map(str, (*path, "*")))))
+    return max(found)[1] if found else ""
+
+
+def _changed(make: Callable[[], Any], **attributes: Any) -> Callable[[], Any]:
+    """Returns the function that makes a decoder with other attributes."""
+    if isinstance(make, functools.partial) and make.func is _make_changed:
+        make, before = make.args
+        attributes = {**before, **attributes}
+    return functools.partial(_make_changed, make, attributes)
+
+
+def _make_changed(make: Callable[[], Any], attributes: Mapping[str, Any]) -> Any:
+    model = make()
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model

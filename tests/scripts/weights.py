@@ -1,0 +1,53 @@
+"""Loads weights in one of several processes, says what it read, and saves them again."""
+
+import json
+import os
+import sys
+
+import shardwise as sw
+
+sw.distributed()
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+source, target, wrong = sys.argv[1:4]
+
+
+class Two(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(16, 4096, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4096, 16, use_bias=False, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+TURNED = {r"(\w+)\.weight": sw.Name(r"\1.kernel", permute=(1, 0))}
+rules = {"up.kernel": P(None, "x"), "down.kernel": P("y", "x")}
+layout = sw.layout(Two, sw.mesh("x=4,y=2"), rules)
+if wrong == "missing":
+    if jax.process_index() == 1:
+        source += "-that-is-not-here"
+    sw.load(Two, layout, source, names=TURNED)
+before = int(open("/proc/self/io").read().split("rchar: ")[1].split()[0])
+seen = []
+model = sw.load(Two, layout, source, names=TURNED, progress=lambda *n: seen.append(n))
+rows = {
+    name: [
+        [
+            [list(i.indices(n)[:2]) for i, n in zip(s.index, x.shape, strict=True)],
+            np.asarray(s.data).tolist(),
+        ]
+        for s in x.addressable_shards
+    ]
+    for name, x in (("up", model.up.kernel[...]), ("down", model.down.kernel[...]))
+}
+planned = sw.check_weights(Two, layout, source, names=TURNED).read_bytes
+sw.save_weights(model, target, names=TURNED, max_file_bytes=300_000)
+place = f"{target}.{jax.process_index()}.json"
+with open(place, "w") as file:
+    json.dump(
+        {"rows": rows, "seen": seen, "planned": {str(k): v for k, v in planned.items()}}, file
+    )
+print("done", os.getpid())
