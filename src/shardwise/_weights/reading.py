@@ -245,7 +245,7 @@ class Reader:
         if len(runs) == 1:
             block = _spread(block, copies, strides, size)
         staged = self._staging(block.elements * size)
-        memory = memoryview(staged)
+        memory = staged.data
         parts = [
             memory[n * block.pitch * size :][: count * size]
             for n, (_, count) in enumerate(block.extents)
@@ -379,7 +379,7 @@ class _Copy:
             steps = np.arange(self.box[dim][1] - self.box[dim][0])
             moved = np.array([[strides[dim]], [here[dim]]]) * steps
             starts = (starts[:, :, None] + moved[:, None, :]).reshape(2, -1)
-        data, size = memoryview(shard.data), item.itemsize
+        data, size = shard.data.data, item.itemsize
         return [
             (source, data[target * size : (target + run) * size])
             for source, target in zip(*starts.tolist(), strict=True)

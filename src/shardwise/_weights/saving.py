@@ -470,7 +470,7 @@ def _write_block(
     for copy in copies:
         copy.write(staged, block, row.dtype)
     for number, (first, count) in enumerate(block.extents):
-        part = memoryview(staged)[number * block.pitch * size :][: count * size]
+        part = staged.data[number * block.pitch * size :][: count * size]
         _drain(fd, [part], row.start + first * size)
 
 
