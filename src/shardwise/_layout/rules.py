@@ -60,7 +60,8 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
     """Returns a rule that picks a spec by a leaf's number of dims.
 
     Stacked dims do not count, so a scanned layer gets the spec of a plain one, with None for
-    the stacked dim.
+    the stacked dim. Adapters (LoRA) and scales of quantised arrays follow the leaves that they
+    belong to, whatever their own number of dims.
 
     Example:
         >>> import shardwise as sw
@@ -81,6 +82,8 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
         require_spec(spec, f"by_rank({{{rank}: ...}})")
 
     def pick(leaf: Leaf) -> Opinion | None:
+        if leaf.follows is not None and leaf.follows.base:
+            return None
         rank = leaf.ndim - len(leaf.stacked)
         if rank not in specs:
             return None
@@ -108,7 +111,9 @@ def replicate() -> Rule:
     return _replicate
 
 
-def _replicate(leaf: Leaf) -> Opinion:
+def _replicate(leaf: Leaf) -> Opinion | None:
+    if leaf.follows is not None and leaf.follows.base:
+        return None  # as the leaf that it belongs to, which a later rule may split
     return Opinion(P(), "replicated on every device, as requested", intentional=True)
 
 

@@ -6,6 +6,8 @@ from .abstract import abstract_model as abstract_model
 from .abstract import leaves_of as leaves_of
 from .abstract import shape_of as shape_of
 from .abstract import sharding_rules_of as sharding_rules_of
+from .adapters import followed as followed
+from .leaf import Follows as Follows
 from .leaf import Leaf as Leaf
 from .leaf import Left as Left
 from .leaf import Opinion as Opinion
