@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from .._mesh import Axes, make_spec, padded, show_spec
 from .leaf import Follows, Leaf, Opinion
-from .paths import Keys
+from .paths import Keys, child_of, show_path
 
 if TYPE_CHECKING:
     from .abstract import AbstractModel
 
-Role = Literal["lora_a", "lora_b", "magnitude", "scale", "zero_point"]
 Dims = tuple[tuple[int, ...], ...]
 
 _LORA = re.compile(r"(?:(?P<of>.+)_)?lora_?(?P<half>[ab])", re.IGNORECASE)
@@ -51,6 +53,46 @@ def with_bases(leaves: Sequence[Leaf], model: AbstractModel) -> list[Leaf]:
             if follows is not None:
                 found[leaf.keys] = follows
     return [_marked(leaf, found.get(leaf.keys), by_path) for leaf in leaves] if found else [*leaves]
+
+
+def plain_path(leaf: Leaf) -> str:
+    """Returns the path that a leaf has in the model without adapters and quantisation.
+
+    `up.base_module.kernel` (`nnx.LoRA`) is `up.kernel`, and `up.kernel.array.qvalue` (qwix) too.
+    """
+    keys = tuple(key for key in leaf.keys if key != _WRAPPED)
+    if keys[-1:] == ("qvalue",):
+        keys = keys[:-1]
+        keys = keys[:-1] if keys[-1:] == ("array",) else keys
+    return show_path(keys)
+
+
+def quantiser(leaf: Leaf, model: AbstractModel) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Returns how qwix quantises the array that `leaf` has the values of, and a function that does.
+
+    The function returns a `QArray`; None if the model does not say how, or `leaf` is no such array.
+    """
+    if leaf.keys[-2:] != ("array", "qvalue"):
+        return None
+    owner = model.modules.get(leaf.keys[:-3])
+    how = getattr(child_of(owner, leaf.keys[-3]), "how", None)
+    if how is None:
+        return None
+    one: Callable[[Any], Any] = functools.partial(_quantised, how=how)
+    for _ in leaf.stacked:
+        one = jax.vmap(one)
+    return how, one
+
+
+def _quantised(array: Any, how: Any) -> Any:
+    # A model that was quantised has imported it: it is no dependency of ours.
+    return importlib.import_module("qwix").quantize(
+        array,
+        how.qtype,
+        channelwise_axes=how.channelwise_axes,
+        tiled_axes=how.tiled_axes,
+        calibration_method=how.calibration_method,
+    )
 
 
 def follow(leaf: Leaf, base: Leaf) -> Opinion:

@@ -23,6 +23,7 @@ from .._processes import together
 from .header import FileFault
 from .naming import Names
 from .portions import box_of
+from .quantising import Quantise
 from .preflight import LoadPlan, WeightsError, plan_load
 from .reading import Reader, Shard, empty_shards, reads_halves
 from .regions import Box
@@ -50,6 +51,9 @@ def load(
 
     Every process reads only the bytes that its devices need. Transposes, splits, stacks and casts are
     ranges of bytes: no array larger than a shard is ever in memory.
+
+    Adapters (LoRA) that the checkpoint does not have are initialised, and kernels that the model
+    quantises (qwix) are read as they are stored, and quantised on the devices.
 
     Args:
         make: a function without arguments that returns the model; or a model, whose leaves that
@@ -86,17 +90,25 @@ def load(
     with together(f"checking the weights in {os.fspath(path)}"):
         plan = plan_load(abstract, own, path, names=names, dtype=dtype, allow=allow)
         _raise(plan.preflight.findings)
-    rest = [number for number, pieces in enumerate(plan.sources) if not pieces]
+    made = {part for parts in plan.quantised.values() for part in parts.values()}
+    rest = [n for n, pieces in enumerate(plan.sources) if not pieces and n not in made]
     if isinstance(make, nnx.Module):
         arrays = _kept(make, own, rest)
     else:
         arrays = initialise_some(abstract, own, rest)
     with together(f"reading the weights in {os.fspath(path)}"):
         try:
-            arrays |= _read(plan, own, progress)
+            quantise = Quantise(abstract, own, plan.quantised)
+            # One process quantises each array as it is read. Of several, one may fail to read, while
+            # the others wait for it to quantise an array that they share.
+            at_once = quantise if jax.process_count() == 1 else None
+            arrays |= _read(plan, own, progress, at_once)
         except FileFault as fault:
             finding = make_finding(fault.code, fault.path, fault.fact, fault.help)
             raise WeightsError(Findings((finding,))) from fault
+    if at_once is None:
+        for number in plan.quantised:
+            arrays |= quantise(number, arrays.pop(number))
     leaves = [arrays[number] for number in range(len(own.leaves))]
     return nnx.merge(abstract.graphdef, jax.tree.unflatten(own.treedef, leaves))
 
@@ -161,7 +173,9 @@ class _Load:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
 
 
-def _read(plan: LoadPlan, layout: Layout, progress: Progress | None) -> dict[int, jax.Array]:
+def _read(
+    plan: LoadPlan, layout: Layout, progress: Progress | None, quantise: Quantise | None
+) -> dict[int, jax.Array]:
     """Returns the leaves that have sources, in the order of the files, by number."""
     numbers = [n for n, pieces in enumerate(plan.sources) if pieces]
     numbers.sort(
@@ -181,7 +195,9 @@ def _read(plan: LoadPlan, layout: Layout, progress: Progress | None) -> dict[int
             meter.add(read.result())
         work.put(shards)
         held -= sum(shard.data.nbytes for shard in shards)
-        if is_last:
+        if is_last and quantise is not None and work.number in plan.quantised:
+            arrays.update(quantise(work.number, work.array()))
+        elif is_last:
             arrays[work.number] = work.array()
 
     with Reader() as reader:
