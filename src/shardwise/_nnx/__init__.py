@@ -6,6 +6,8 @@ from .abstract import abstract_model as abstract_model
 from .abstract import leaves_of as leaves_of
 from .abstract import shape_of as shape_of
 from .abstract import sharding_rules_of as sharding_rules_of
+from .adapters import adapter_scale as adapter_scale
+from .adapters import dequantised as dequantised
 from .adapters import followed as followed
 from .adapters import plain_path as plain_path
 from .adapters import quantiser as quantiser

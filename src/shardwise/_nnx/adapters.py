@@ -95,6 +95,57 @@ def _quantised(array: Any, how: Any) -> Any:
     )
 
 
+def dequantised(leaf: Leaf, model: nnx.Module) -> tuple[Any, Callable[[Any], Any]] | None:
+    """Returns the quantised array whose values are `leaf`, and the function that dequantises it.
+
+    None if it is not one of qwix.
+    """
+    node = _at(model, leaf.keys[:-1]) if leaf.keys[-1:] == ("qvalue",) else None
+    if type(node).__name__ != "QArray":
+        return None
+    plain = jax.tree.map(
+        lambda x: x[...] if isinstance(x, nnx.Variable) else x,
+        node,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+    return plain, importlib.import_module("qwix").dequantize
+
+
+def adapter_scale(leaf: Leaf, model: nnx.Module) -> float | None:
+    """Returns what the product of an adapter's halves is multiplied by; None if that is unknown."""
+    if isinstance(_at(model, leaf.keys[:-1]), nnx.LoRA):
+        return 1.0
+    assert leaf.follows is not None and leaf.follows.rank is not None
+    place = "/".join(map(str, leaf.keys[:-1]))
+    for rule in _qwix_rules(model):
+        # The first rule that fits a module is the one that qwix applies.
+        if getattr(rule, "rank", None) == leaf.shape[leaf.follows.rank] and re.fullmatch(
+            rule.module_path, place
+        ):
+            return rule.alpha / rule.rank
+    return None
+
+
+def _qwix_rules(model: nnx.Module) -> Sequence[Any]:
+    """Returns the rules of the provider with which qwix wrapped a model's method."""
+    for method in vars(type(model)).values():
+        for cell in getattr(method, "__closure__", None) or ():
+            try:
+                content = cell.cell_contents
+            except ValueError:  # a variable that was never set
+                continue
+            for argument in getattr(content, "args", ()):
+                if isinstance(getattr(argument, "_rules", None), list):
+                    return argument._rules
+    return ()
+
+
+def _at(model: Any, keys: Keys) -> Any:
+    for key in keys:
+        model = child_of(model, key)
+    return model
+
+
 def follow(leaf: Leaf, base: Leaf) -> Opinion:
     """Returns the spec of an adapter or a scale: that of its base, dim by dim.
 
