@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from .._mesh import Axes, make_spec, padded, show_spec
 from .leaf import Follows, Leaf, Opinion
-from .paths import Keys, child_of, show_path
+from .paths import Keys
 
 if TYPE_CHECKING:
     from .abstract import AbstractModel
@@ -27,7 +24,7 @@ Dims = tuple[tuple[int, ...], ...]
 _LORA = re.compile(r"(?:(?P<of>.+)_)?lora_?(?P<half>[ab])", re.IGNORECASE)
 _MAGNITUDE = re.compile(r"(?:(?P<of>.+?)_)?(?:(?:lora|dora)_)?(?:magnitude|dora_m|dora_scale)")
 # Where nnx.LoRA keeps what it wraps.
-_WRAPPED = "base_module"
+WRAPPED = "base_module"
 
 
 def with_bases(leaves: Sequence[Leaf], model: AbstractModel) -> list[Leaf]:
@@ -53,97 +50,6 @@ def with_bases(leaves: Sequence[Leaf], model: AbstractModel) -> list[Leaf]:
             if follows is not None:
                 found[leaf.keys] = follows
     return [_marked(leaf, found.get(leaf.keys), by_path) for leaf in leaves] if found else [*leaves]
-
-
-def plain_path(leaf: Leaf) -> str:
-    """Returns the path that a leaf has in the model without adapters and quantisation.
-
-    `up.base_module.kernel` (`nnx.LoRA`) is `up.kernel`, and `up.kernel.array.qvalue` (qwix) too.
-    """
-    keys = tuple(key for key in leaf.keys if key != _WRAPPED)
-    if keys[-1:] == ("qvalue",):
-        keys = keys[:-1]
-        keys = keys[:-1] if keys[-1:] == ("array",) else keys
-    return show_path(keys)
-
-
-def quantiser(leaf: Leaf, model: AbstractModel) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Returns how qwix quantises the array that `leaf` has the values of, and a function that does.
-
-    The function returns a `QArray`; None if the model does not say how, or `leaf` is no such array.
-    """
-    if leaf.keys[-2:] != ("array", "qvalue"):
-        return None
-    owner = model.modules.get(leaf.keys[:-3])
-    how = getattr(child_of(owner, leaf.keys[-3]), "how", None)
-    if how is None:
-        return None
-    one: Callable[[Any], Any] = functools.partial(_quantised, how=how)
-    for _ in leaf.stacked:
-        one = jax.vmap(one)
-    return how, one
-
-
-def _quantised(array: Any, how: Any) -> Any:
-    # A model that was quantised has imported it: it is no dependency of ours.
-    return importlib.import_module("qwix").quantize(
-        array,
-        how.qtype,
-        channelwise_axes=how.channelwise_axes,
-        tiled_axes=how.tiled_axes,
-        calibration_method=how.calibration_method,
-    )
-
-
-def dequantised(leaf: Leaf, model: nnx.Module) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Returns the quantised array whose values are `leaf`, and the function that dequantises it.
-
-    None if it is not one of qwix.
-    """
-    node = _at(model, leaf.keys[:-1]) if leaf.keys[-1:] == ("qvalue",) else None
-    if type(node).__name__ != "QArray":
-        return None
-    plain = jax.tree.map(
-        lambda x: x[...] if isinstance(x, nnx.Variable) else x,
-        node,
-        is_leaf=lambda x: isinstance(x, nnx.Variable),
-    )
-    return plain, importlib.import_module("qwix").dequantize
-
-
-def adapter_scale(leaf: Leaf, model: nnx.Module) -> float | None:
-    """Returns what the product of an adapter's halves is multiplied by; None if that is unknown."""
-    if isinstance(_at(model, leaf.keys[:-1]), nnx.LoRA):
-        return 1.0
-    assert leaf.follows is not None and leaf.follows.rank is not None
-    place = "/".join(map(str, leaf.keys[:-1]))
-    for rule in _qwix_rules(model):
-        # The first rule that fits a module is the one that qwix applies.
-        if getattr(rule, "rank", None) == leaf.shape[leaf.follows.rank] and re.fullmatch(
-            rule.module_path, place
-        ):
-            return rule.alpha / rule.rank
-    return None
-
-
-def _qwix_rules(model: nnx.Module) -> Sequence[Any]:
-    """Returns the rules of the provider with which qwix wrapped a model's method."""
-    for method in vars(type(model)).values():
-        for cell in getattr(method, "__closure__", None) or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # a variable that was never set
-                continue
-            for argument in getattr(content, "args", ()):
-                if isinstance(getattr(argument, "_rules", None), list):
-                    return argument._rules
-    return ()
-
-
-def _at(model: Any, keys: Keys) -> Any:
-    for key in keys:
-        model = child_of(model, key)
-    return model
 
 
 def follow(leaf: Leaf, base: Leaf) -> Opinion:
@@ -290,7 +196,7 @@ def _pairs(
             roots = [(*inside, match["of"])]
         else:
             # Within what it wraps, beside it, or beside its module.
-            roots = [(*inside, _WRAPPED), inside, inside[:-1]] if inside else [inside]
+            roots = [(*inside, WRAPPED), inside, inside[:-1]] if inside else [inside]
         kernels = _kernels(leaves) if kernels is None else kernels
         yield leaf, other, [base for root in roots for base in kernels.get(root, ())]
 

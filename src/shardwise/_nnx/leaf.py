@@ -71,6 +71,13 @@ class Follows:
         dims: for each dim, the dims of the base that it runs along: several where they are joined
             in one, and none for the rank and for what is the same along the base's dim.
         rank: the dim of the adapter's rank, which is never split; None if it has none.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.LoRALinear(16, 32, lora_rank=4, rngs=nnx.Rngs(0))
+        >>> sw.layout(make, sw.mesh("model=4", on="none"))["lora.lora_b"].follows
+        Follows(base='kernel', role='lora_b', dims=((), (1,)), rank=0)
     """
 
     base: str

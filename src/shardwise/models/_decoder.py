@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._base import public
 from .._jax import chosen_chunks, is_saving, parse_saving
+from .._nnx import is_bypassed
 from .._parallel import is_adapting, pipeline
 from ._config import Config
 from ._experts import Experts
@@ -275,6 +276,11 @@ def next_token_loss(model: Decoder, tokens: jax.Array, *, chunks: int | None = N
     if isinstance(model, Decoder):
         chunks = chosen_chunks() if chunks is None else chunks
         if chunks != 1:
+            if is_bypassed(model, "features"):
+                raise ValueError(
+                    "qwix adapted this decoder, and adapters apply only when it is called: compute "
+                    "its loss in one chunk"
+                )
             hidden, kernel = model.features(tokens), model.head_kernel
             return head_loss(
                 hidden, kernel, targets, weights=counts, softcap=model.cap, chunks=chunks

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._base import public
 from ..._layout import Layout
+from ..._nnx import is_bypassed
 from ..._step import data_axes, named_activations, on_mesh
 from .sampling import Sampling
 
@@ -64,6 +65,11 @@ def generate(
 
 
 def _require(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    if is_bypassed(model, "decode"):
+        raise ValueError(
+            "qwix adapted this decoder, and adapters apply only when it is called: generate with the "
+            "plain model, which sw.merge_adapters(model, make) returns"
+        )
     cache = getattr(model, "cache", None)
     if cache is None:
         raise ValueError(
