@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,6 +62,14 @@ def generate(
     """
     sampling = Sampling(temperature, top_p)
     _require(model, prompts, tokens)
+    if layout is not None:
+        ways = math.prod(layout.mesh.shape[axis] for axis in data_axes(layout))
+        if len(prompts) % ways:
+            raise ValueError(
+                f"{len(prompts)} prompts cannot be split {ways} ways over "
+                f"{'+'.join(data_axes(layout))}: give a multiple of {ways}, or lay the model out "
+                f"without these axes"
+            )
     return _steps(model, prompts, tokens, sampling, seed, layout)
 
 
