@@ -46,7 +46,7 @@ def make_recipe(**quantised):
     return sw.Recipe(
         model=functools.partial(adapted, **quantised),
         loss=models.next_token_loss,
-        optimizer=optax.adam(2e-2),
+        optimizer=optax.adam(1e-2),
         batch=jax.ShapeDtypeStruct((16, 32), "int32"),
         wrt=nnx.LoRAParam,  # no gradients, and no moments, of anything else
     )
@@ -61,7 +61,7 @@ def data():
     return sw.data(np.stack([np.roll(tokens, -i)[:32] for i in range(64)]))
 
 
-def main(folder, *, steps=20, quantised=False, show=True):
+def main(folder, *, steps=100, quantised=False, show=True):
     """Returns the first and the last loss, and what the tuned model writes."""
     folder = Path(folder)
     mesh = sw.mesh("data=2,model=4", on="cpu:8")

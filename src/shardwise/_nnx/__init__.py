@@ -20,6 +20,7 @@ from .paths import split_path as split_path
 from .qwix_models import adapter_scale as adapter_scale
 from .qwix_models import dequantised as dequantised
 from .qwix_models import is_bypassed as is_bypassed
+from .qwix_models import plain_keys as plain_keys
 from .qwix_models import plain_path as plain_path
 from .qwix_models import quantiser as quantiser
 from .recipe import Recipe as Recipe

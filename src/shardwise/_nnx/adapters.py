@@ -76,10 +76,10 @@ def follow(leaf: Leaf, base: Leaf) -> Opinion:
         elif axes:
             parts.append(f"dim {dim} as its dim {along}")
         entries.append(axes)
-    if follows.rank is not None:
-        parts.append(f"the rank, dim {follows.rank}, is not split")
     spec = make_spec(entries)
-    reason = f"follows {base.path} {show_spec(base.spec)}: {', '.join(parts) or 'no dim of it is split'}"
+    reason = f"follows {base.path} {show_spec(base.spec)}: {', '.join(parts) or 'no dim is split'}"
+    if follows.rank is not None:
+        reason += f"; its rank, dim {follows.rank}, never is"
     split = any(a not in base.gathered for entry in taken for a in entry)
     used = frozenset(axis for entry in entries for axis in entry)
     return Opinion(

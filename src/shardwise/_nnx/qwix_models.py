@@ -30,11 +30,17 @@ def plain_path(leaf: Leaf) -> str:
 
     `up.base_module.kernel` (`nnx.LoRA`) is `up.kernel`, and `up.kernel.array.qvalue` (qwix) too.
     """
-    keys = tuple(key for key in leaf.keys if key != WRAPPED)
+    return show_path(plain_keys(leaf.keys))
+
+
+def plain_keys(keys: Keys) -> Keys:
+    """Returns the keys of `plain_path`."""
+    if WRAPPED in keys:
+        keys = tuple(key for key in keys if key != WRAPPED)
     if keys[-1:] == ("qvalue",):
         keys = keys[:-1]
         keys = keys[:-1] if keys[-1:] == ("array",) else keys
-    return show_path(keys)
+    return keys
 
 
 def quantiser(leaf: Leaf, model: AbstractModel) -> tuple[Any, Callable[[Any], Any]] | None:
