@@ -1,11 +1,11 @@
-"""LoRA, from a Hugging Face folder to a Hugging Face folder, on eight devices; then text.
+r"""LoRA, from a Hugging Face folder to a Hugging Face folder, on eight devices; then text.
 
 pip install "shardwise[qwix]"
 python examples/finetune/lora.py            writes its own small folder first: there is nothing to download
 python examples/finetune/lora.py --int4     the same with the base quantised to four bits (QLoRA)
 
 shardwise check examples/finetune/lora.py:recipe --mesh data=2,model=4 --on cpu:8 --strategy fsdp+tensor
-shardwise train examples/finetune/lora.py:recipe --mesh data=2,model=4 --on cpu:8 --strategy fsdp+tensor \\
+shardwise train examples/finetune/lora.py:recipe --mesh data=2,model=4 --on cpu:8 --strategy fsdp+tensor \
     --steps 20 --weights FOLDER --checkpoints runs/lora --trained-only
 """
 

@@ -88,7 +88,10 @@ def test_halves_follow_input_and_output(kind, how):
     assert specs(layout, *paths) == [P(), COLUMN, ROW, P()]
     assert not [f for f in sw.check(layout) if f.code == "SW113"]
     told = layout.explain(paths[1])
-    assert f"decided by adapter: follows {up} P(None, 'model'): dim 1 as its dim 1; its rank, dim 0, never is" in told
+    assert (
+        f"decided by adapter: follows {up} P(None, 'model'): dim 1 as its dim 1; its rank, dim 0, never is"
+        in told
+    )
 
 
 STRATEGIES = ["fsdp", "tensor", "fsdp+tensor", "zero1", "zero2+tensor", "dp+tensor"]
@@ -134,8 +137,15 @@ def test_annotations_of_the_base_are_those_of_its_adapters():
 def test_easydel_255_rules_without_lora_leave_no_adapter_replicated():
     # EasyDeL#255: out of memory after an upgrade, since no rule named `lora_a` and `lora_b`.
     make = lambda: Mlp(nnx.LoRALinear, lora_rank=4)  # noqa: E731
-    layout = sw.layout(make, mesh(), {"up.kernel": P("data", "model"), "down.kernel": P("model", "data")})
-    assert [leaf.spec for leaf in layout.leaves if leaf.follows] == [ROW, P(None, "data"), P("data"), COLUMN]
+    layout = sw.layout(
+        make, mesh(), {"up.kernel": P("data", "model"), "down.kernel": P("model", "data")}
+    )
+    assert [leaf.spec for leaf in layout.leaves if leaf.follows] == [
+        ROW,
+        P(None, "data"),
+        P("data"),
+        COLUMN,
+    ]
     assert not sw.check(layout)
 
 

@@ -43,7 +43,9 @@ def test_lora_from_a_folder_to_a_folder_and_text(tmp_path, run):
     status, out, _ = run("check", f"{file}:recipe", *options)
     assert status == 0 and out.endswith("no findings\n"), out
     more = ["--steps", "2", "--weights", str(tmp_path / "base"), "--trained-only"]
-    status, out, err = run("train", f"{file}:recipe", *options, *more, "--checkpoints", str(tmp_path / "other"))
+    status, out, err = run(
+        "train", f"{file}:recipe", *options, *more, "--checkpoints", str(tmp_path / "other")
+    )
     assert status == 0, err
     status, _, err = run("train", f"{file}:recipe", *options, *more)
     assert (status, err) == (

@@ -117,7 +117,9 @@ def test_quantised_while_it_is_loaded_as_qwix_does_it(folder):
         provider = qwix.LoraProvider(module_path="blocks/.*", rank=4, alpha=8.0, **options)
         model = plain()
         nnx.update(model, jax.tree.map(jnp.asarray, values))
-        return qwix.apply_lora_to_model(model, provider, jnp.ones((1, 4), "int32"), rngs=nnx.Rngs(1))
+        return qwix.apply_lora_to_model(
+            model, provider, jnp.ones((1, 4), "int32"), rngs=nnx.Rngs(1)
+        )
 
     wanted = sw.init(eager, sw.layout(eager, on("data=1"), "dp"))
     wanted = dict(nnx.to_flat_state(nnx.state(wanted)))
@@ -160,7 +162,10 @@ def test_adapters_of_flax_are_loaded_over_and_merged(tmp_path):
 
 
 WRONG = {
-    "adapters": (lambda: sw.merge_adapters(Wrapped(), Wrapped), "make returns a model with adapters"),
+    "adapters": (
+        lambda: sw.merge_adapters(Wrapped(), Wrapped),
+        "make returns a model with adapters",
+    ),
     "model": (
         lambda: sw.merge_adapters(Wrapped(), lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))),
         "another model than the one that was adapted: bias has no counterpart, and 3 more differences",

@@ -404,9 +404,7 @@ def _decide(named: Sequence[tuple[str, Any]], leaves: list[Leaf], scene: Scene) 
     for source, rule in sorted(named, key=lambda pair: isinstance(pair[1], Zero)):
         pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
         before = leaves
-        leaves = [
-            _apply(leaf, source, pick) if _listens(leaf, rule) else leaf for leaf in leaves
-        ]
+        leaves = [_apply(leaf, source, pick) if _listens(leaf, rule) else leaf for leaf in leaves]
         if not any(leaf.follows for leaf in leaves) or isinstance(rule, Zero):
             continue
         if not hasattr(rule, "bind"):

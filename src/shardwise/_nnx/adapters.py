@@ -71,7 +71,9 @@ def follow(leaf: Leaf, base: Leaf) -> Opinion:
         axes = () if along is None else tuple(a for a in taken[along] if a not in stored)
         ways = math.prod(leaf.sizes[axis] for axis in axes)
         if leaf.shape[dim] % ways:
-            parts.append(f"dim {dim} (size {leaf.shape[dim]}) cannot be split {ways} ways as its dim {along}")
+            parts.append(
+                f"dim {dim} (size {leaf.shape[dim]}) cannot be split {ways} ways as its dim {along}"
+            )
             axes = ()
         elif axes:
             parts.append(f"dim {dim} as its dim {along}")
@@ -213,8 +215,10 @@ def _kernels(leaves: Sequence[Leaf]) -> dict[Keys, list[Leaf]]:
         for depth in range(max(0, len(leaf.keys) + 1 - deep), len(leaf.keys) + 1):
             found.setdefault(leaf.keys[:depth], []).append(leaf)
     for root, kernels in found.items():
+        depth = len(root)
         # Flax's name for what a layer multiplies by comes first.
-        kernels.sort(key=lambda leaf, depth=len(root): "kernel" not in leaf.keys[depth:])
+        named = [leaf for leaf in kernels if "kernel" in leaf.keys[depth:]]
+        found[root] = [*named, *(leaf for leaf in kernels if leaf not in named)]
     return found
 
 

@@ -46,7 +46,9 @@ def merge_adapters(
     """
     adapted = abstract_model(model)
     leaves = leaves_of(adapted, {})
-    arrays = dict(zip((leaf.path for leaf in leaves), jax.tree.leaves(nnx.split(model)[1]), strict=True))
+    arrays = dict(
+        zip((leaf.path for leaf in leaves), jax.tree.leaves(nnx.split(model)[1]), strict=True)
+    )
     plain = abstract_model(make)
     wanted = leaves_of(plain, {})
     if any(_is_adapter(leaf) for leaf in wanted):
@@ -93,7 +95,9 @@ def _pairs(leaves: list[Leaf]) -> dict[str, tuple[Leaf, Leaf]]:
             continue
         assert leaf.follows is not None
         if not leaf.follows.base:
-            raise ValueError(f"{leaf.path} is an adapter of no kernel that is known: merge it yourself")
+            raise ValueError(
+                f"{leaf.path} is an adapter of no kernel that is known: merge it yourself"
+            )
         if leaf.follows.role == "magnitude":
             raise ValueError(
                 f"{leaf.path} is a magnitude (DoRA), which models normalise each in their own way: "
@@ -120,7 +124,9 @@ def _require_same(bases: Mapping[str, Leaf], wanted: list[Leaf]) -> None:
     ]
     if wrong:
         more = f", and {count(len(wrong) - 1, 'more difference')}" if len(wrong) > 1 else ""
-        raise ValueError(f"make returns another model than the one that was adapted: {wrong[0]}{more}")
+        raise ValueError(
+            f"make returns another model than the one that was adapted: {wrong[0]}{more}"
+        )
 
 
 def _scale(given: Scale | None, base: Leaf, half: Leaf, model: nnx.Module) -> float:

@@ -23,8 +23,8 @@ from .._processes import together
 from .header import FileFault
 from .naming import Names
 from .portions import box_of
-from .quantising import Quantise
 from .preflight import LoadPlan, WeightsError, plan_load
+from .quantising import Quantise
 from .reading import Reader, Shard, empty_shards, reads_halves
 from .regions import Box
 

@@ -37,7 +37,13 @@ class Quantise:
             made = quantised(array)
             return {role: getattr(made, role).astype(dtype) for role, dtype in dtypes.items()}
 
-        kind = (repr(how), array.shape, array.dtype, *map(str, shardings.values()), *dtypes.values())
+        kind = (
+            repr(how),
+            array.shape,
+            array.dtype,
+            *map(str, shardings.values()),
+            *dtypes.values(),
+        )
         if kind not in self.programs:
             self.programs[kind] = jax.jit(run, out_shardings=shardings)
         made = self.programs[kind](array)

@@ -190,9 +190,7 @@ def train(
 
     began = time.perf_counter()
     if checkpoints is None and (every or minutes or resume or trained_only):
-        raise ValueError(
-            "--every, --minutes, --resume and --trained-only need --checkpoints DIR"
-        )
+        raise ValueError("--every, --minutes, --resume and --trained-only need --checkpoints DIR")
     step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
     if names is not None and weights is None:
         raise ValueError("--names needs --weights PATH, the weights that have these names")
