@@ -10,6 +10,7 @@ shardwise train examples/finetune/lora.py:recipe --mesh data=2,model=4 --on cpu:
 """
 
 import functools
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -62,7 +63,7 @@ def data():
 
 
 def main(folder, *, steps=100, quantised=False, show=True):
-    """Returns the first and the last loss, and what the tuned model writes."""
+    """Returns the losses, and what the tuned model writes."""
     folder = Path(folder)
     mesh = sw.mesh("data=2,model=4", on="cpu:8")
     if not (folder / "base").exists():
@@ -75,25 +76,22 @@ def main(folder, *, steps=100, quantised=False, show=True):
 
     # The base from the folder, quantised in its shards if it is to be; the adapters start anew.
     model = sw.load(given.model, layout, folder / "base")
-    before = float(models.next_token_loss(model, _first_batch()))
     checkpoints = sw.Checkpoints(folder / "run", trained_only=True)
     state = sw.fit(
-        given, layout, data(), steps=steps, model=model, checkpoints=checkpoints, show=show
-    )
-    tuned = state.to_model(given.model)
-    after = float(models.next_token_loss(tuned, _first_batch()))
+        given, layout, data(), steps=steps, model=model, checkpoints=checkpoints, show=show,
+        logs=folder / "logs", log_every=1,
+    )  # fmt: skip
+    rows = map(json.loads, (folder / "logs" / "metrics.jsonl").read_text().splitlines())
+    losses = [row["loss"] for row in rows if "loss" in row]
     print(
-        f"loss {before:.2f}, after {steps} steps {after:.2f}; a checkpoint has "
+        f"loss {losses[0]:.2f}, after {steps} steps {losses[-1]:.2f}; a checkpoint has "
         f"{checkpoints.about()['bytes']:,} bytes, the model {layout.total_bytes:,}"
     )
 
     # A plain decoder again, which transformers reads, and which generates.
-    sw.save_weights(sw.merge_adapters(tuned, base), folder / "tuned")
-    return before, after, write(folder / "tuned", mesh, TEXT[:16])
-
-
-def _first_batch():
-    return jnp.asarray(np.frombuffer(TEXT, np.uint8).astype("int32")[None, :32])
+    merged = sw.merge_adapters(state.to_model(given.model), base)
+    sw.save_weights(merged, folder / "tuned")
+    return losses, write(folder / "tuned", mesh, TEXT[:16])
 
 
 def write(folder, mesh, prompt, tokens=24):
