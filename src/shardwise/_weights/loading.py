@@ -6,7 +6,7 @@ import collections
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,14 +17,13 @@ from jax.sharding import NamedSharding
 from .._base import public
 from .._check import Allow, Findings, make_finding, matched
 from .._layout import Layout
-from .._nnx import abstract_model
+from .._nnx import AbstractModel, abstract_model, quantiser
 from .._place import initialise_some, put_anywhere, require_devices
 from .._processes import together
 from .header import FileFault
 from .naming import Names
 from .portions import box_of
 from .preflight import LoadPlan, WeightsError, plan_load
-from .quantising import Quantise
 from .reading import Reader, Shard, empty_shards, reads_halves
 from .regions import Box
 
@@ -98,7 +97,7 @@ def load(
         arrays = initialise_some(abstract, own, rest)
     with together(f"reading the weights in {os.fspath(path)}"):
         try:
-            quantise = Quantise(abstract, own, plan.quantised)
+            quantise = _Quantise(abstract, own, plan.quantised)
             # One process quantises each array as it is read. Of several, one may fail to read, while
             # the others wait for it to quantise an array that they share.
             at_once = quantise if jax.process_count() == 1 else None
@@ -135,6 +134,44 @@ def _kept(model: nnx.Module, layout: Layout, rest: Sequence[int]) -> dict[int, j
 def _is_on_host(device: Any) -> bool:
     """Returns whether what is read is the shard itself."""
     return device.platform == "cpu"
+
+
+class _Quantise:
+    """Makes the parts of a quantised array of the array that a checkpoint has."""
+
+    def __init__(
+        self, model: AbstractModel, layout: Layout, parts: Mapping[int, Mapping[str, int]]
+    ) -> None:
+        """Takes the parts of each array, by role, by the number of its values."""
+        self.model, self.layout, self.parts = model, layout, parts
+        # One program for all arrays of one kind.
+        self.programs: dict[Any, Any] = {}
+
+    def __call__(self, number: int, array: jax.Array) -> dict[int, jax.Array]:
+        """Returns the values, the scale and the zero point, by number."""
+        roles = {"qvalue": number, **self.parts[number]}
+        leaves = {role: self.layout.leaves[n] for role, n in roles.items()}
+        found = quantiser(leaves["qvalue"], self.model)
+        assert found is not None, "only arrays that can be quantised are planned so"
+        how, quantised = found
+        shardings = {r: NamedSharding(self.layout.mesh, leaf.spec) for r, leaf in leaves.items()}
+        dtypes = {role: leaf.dtype for role, leaf in leaves.items()}
+
+        def run(array: jax.Array) -> dict[str, jax.Array]:
+            made = quantised(array)
+            return {role: getattr(made, role).astype(dtype) for role, dtype in dtypes.items()}
+
+        kind = (
+            repr(how),
+            array.shape,
+            array.dtype,
+            *map(str, shardings.values()),
+            *dtypes.values(),
+        )
+        if kind not in self.programs:
+            self.programs[kind] = jax.jit(run, out_shardings=shardings)
+        made = self.programs[kind](array)
+        return {n: made[role] for role, n in roles.items()}
 
 
 class _Load:
@@ -174,7 +211,7 @@ class _Load:
 
 
 def _read(
-    plan: LoadPlan, layout: Layout, progress: Progress | None, quantise: Quantise | None
+    plan: LoadPlan, layout: Layout, progress: Progress | None, quantise: _Quantise | None
 ) -> dict[int, jax.Array]:
     """Returns the leaves that have sources, in the order of the files, by number."""
     numbers = [n for n, pieces in enumerate(plan.sources) if pieces]
