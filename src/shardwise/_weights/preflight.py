@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from .._base import count, either, option, public, show_bytes
-from .._check import Allow, Finding, Findings, LayoutError, make_finding, matched, sift
+from .._check import Allow, Finding, Findings, LayoutError, check, make_finding, matched, sift
 from .._layout import Layout, require_layout
 from .._nnx import AbstractModel, Leaf, Recipe, abstract_model
 from .folder import Folder, open_folder
@@ -29,7 +29,11 @@ from .regions import Box, CannotView, Piece, meet, place, view_of, volume
 # Leaves that a checkpoint must have; others, such as random keys, are initialised.
 _REQUIRED = (nnx.Param, nnx.BatchStat)
 _NEAREST = 20  # findings that name the nearest path; looking for it is slow
-_HELP_NAME = "add a name for it, or map it to None if it is not needed"
+
+
+def _name_help() -> str:
+    form = either("allow={'SW601': …} skips", "--allow SW601:PATTERN skips")
+    return f"add a name for it; if it is not needed, map it to None, or {form} keys"
 
 
 @public
@@ -122,6 +126,9 @@ def check_weights(
         dtype: as for `sw.load`.
         allow: path patterns by code of findings that are intentional, as for `sw.check`.
 
+    Raises:
+        LayoutError: the layout has errors, or belongs to another model.
+
     Example:
         >>> import tempfile, shardwise as sw
         >>> from flax import nnx
@@ -137,6 +144,7 @@ def check_weights(
     model = make.model if isinstance(make, Recipe) else make
     abstract = abstract_model(model, layout.mesh)
     own = matched(layout, abstract.state)
+    check(layout).raise_if_errors()  # otherwise there are no shards to count the bytes of
     return plan_load(abstract, own, path, names=names, dtype=dtype, allow=allow).preflight
 
 
@@ -271,7 +279,7 @@ def _assign(
         matches = names.find(key)
         if not matches:
             found.append(
-                make_finding("SW601", key, f"no name matches this key of {tensor}", _HELP_NAME)
+                make_finding("SW601", key, f"no name matches this key of {tensor}", _name_help())
             )
             continue
         if len(matches) > 1 and len({bound for _, bound in matches}) > 1:
@@ -297,7 +305,7 @@ def _assign(
                         "SW601",
                         key,
                         f"its name is {bound.path}, which is not a leaf of the model",
-                        f"the nearest leaf is {near[0]}" if near else _HELP_NAME,
+                        f"the nearest leaf is {near[0]}" if near else _name_help(),
                     )
                 )
                 continue
