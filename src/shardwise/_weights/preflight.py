@@ -172,8 +172,12 @@ def plan_load(
     dtypes = tuple(wanted_dtype(leaf, dtype) for leaf in layout.leaves)
     found: list[Finding] = [make_finding(f.code, f.path, f.fact, f.help) for f in folder.faults]
     sources, wrong = _assign(folder, layout.leaves, dtypes, name_map, found)
-    if not any(fault.code in ("SW607", "SW608") for fault in folder.faults):
-        # Where a file is missing or damaged, everything that it has would be missing too.
+    # Where a file is missing or damaged, everything that it has would be missing too.
+    is_all = not any(fault.code in ("SW607", "SW608") for fault in folder.faults)
+    for number, pieces in enumerate(sources):
+        if number not in wrong:
+            found += _overlaps(layout.leaves[number], pieces, is_all=is_all)
+    if is_all:
         found += _missing(model, layout.leaves, sources, wrong)
     findings = sift(found, allow)
     preflight = WeightsPreflight(
@@ -337,9 +341,6 @@ def _assign(
                 lossy.add(number)
                 found.append(problem)
             sources[number].append(Source(tensor, piece))
-    for number, pieces in enumerate(sources):
-        if number not in wrong:
-            found += _overlaps(leaves[number], pieces)
     return sources, wrong
 
 
@@ -387,8 +388,8 @@ def _holds(have: np.dtype, wanted: np.dtype) -> bool:
     return one.nmant <= other.nmant and one.maxexp <= other.maxexp and one.minexp >= other.minexp
 
 
-def _overlaps(leaf: Leaf, pieces: Sequence[Source]) -> Iterator[Finding]:
-    """Yields keys that fill the same part of a leaf, and parts that no key fills."""
+def _overlaps(leaf: Leaf, pieces: Sequence[Source], *, is_all: bool) -> Iterator[Finding]:
+    """Yields keys that fill the same part of a leaf and, of all keys, parts that none fills."""
     if not pieces:
         return
     clashes = list(_clashes(sorted(pieces, key=lambda s: s.piece.box), 0))
@@ -400,11 +401,12 @@ def _overlaps(leaf: Leaf, pieces: Sequence[Source]) -> Iterator[Finding]:
             "map one of them to None, or mark it with tie=True if it repeats the other",
         )
     filled = sum(volume(source.piece.box) for source in pieces)
-    if not clashes and filled != leaf.size:
+    if is_all and not clashes and filled != leaf.size:
+        fill = "fills" if len(pieces) == 1 else "fill"
         yield make_finding(
             "SW604",
             leaf.path,
-            f"{count(len(pieces), 'key')} fill {filled} of its {leaf.size} elements"
+            f"{count(len(pieces), 'key')} {fill} {filled} of its {leaf.size} elements"
             f"{_first_hole(leaf, pieces)}",
             "the checkpoint has fewer layers or experts than the model, or a name is missing",
         )
