@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise._weights.folder import open_folder
-from shardwise._weights.header import File, FileFault, parse_header, read_header
+from shardwise._weights.files.folder import open_folder
+from shardwise._weights.files.header import File, FileFault, parse_header, read_header
 
 FIXTURE = Path(__file__).parent / "written_by_safetensors.safetensors"
 

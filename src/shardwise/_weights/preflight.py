@@ -19,8 +19,7 @@ from .._base import count, either, option, public, show_bytes
 from .._check import Allow, Finding, Findings, LayoutError, check, make_finding, matched, sift
 from .._layout import Layout, require_layout
 from .._nnx import AbstractModel, Leaf, Recipe, abstract_model
-from .folder import Folder, open_folder
-from .header import DTYPES, Tensor
+from .files import DTYPES, Folder, Tensor, open_folder
 from .naming import Bound, NameMap, Names, read_names
 from .portions import read_bytes
 from .reading import Reader, Source

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._base import count
+from ..._base import count
 from .header import FileFault, Tensor, damaged, parse_json, read_header
 
 INDEX = "model.safetensors.index.json"
