@@ -59,6 +59,7 @@ def fit(
     profile: int | None = None,
     show: bool = True,
     model: Any = None,
+    donate: bool = False,
 ) -> TrainState:
     """Returns the state after `steps` steps.
 
@@ -82,6 +83,8 @@ def fit(
         show: whether to show progress.
         model: initial weights, in any form that `sw.train_state` accepts. A run that resumes has its
             own, but those that `Checkpoints(trained_only=True)` did not save.
+        donate: whether the arrays of `model` are used up instead of copied, as `sw.train_state` does;
+            without it, they stay in memory as long as you keep them.
 
     Raises:
         ProcessesDiffer: a process runs a different program, or has different data or checkpoints.
@@ -118,6 +121,7 @@ def fit(
         profile=profile,
         show=show,
         model=model,
+        donate=donate,
     )
 
 
@@ -136,6 +140,7 @@ def fit_with(
     profile: int | None = None,
     show: bool = True,
     model: Any = None,
+    donate: bool = False,
 ) -> TrainState:
     """Does what `fit` does, with a step that several runs may share: it is compiled once."""
     _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
@@ -188,7 +193,7 @@ def fit_with(
         else:
             doing = "initialising the model in its shards"
             with together(doing), working(doing, show=shown):
-                state, position = begin(blueprint, given), 0
+                state, position = begin(blueprint, given, donate=donate), 0
         first = int(state.step)
         saver = _Saver(blueprint, checkpoints, state)
         evaluator = (

@@ -224,7 +224,14 @@ def train(
         status, last = 0, steps
         try:
             state = fit(
-                recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs, model=model
+                recipe,
+                laid_out,
+                samples,
+                steps=steps,
+                checkpoints=store,
+                logs=logs,
+                model=model,
+                donate=True,
             )
             last = int(state.step)
         except Stopped as stopped:
