@@ -31,3 +31,4 @@ from .traffic import collective_parts as collective_parts
 from .traffic import collectives as collectives
 from .traffic import named as named
 from .traffic import replica_groups as replica_groups
+from .unpartitioned import unpartitioned as unpartitioned
