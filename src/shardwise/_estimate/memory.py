@@ -86,6 +86,10 @@ def _sizes(block: Block) -> dict[int, int]:
                     found[value] = 0
                 elif len(after) == 1 and after[0].windowed and after[0].op.kind == "reduce-scatter":
                     found[value] = 2 * block.nbytes(value) // after[0].windowed
+        elif not kernel.heavy and kernel.size and kernel.op.kind != "reduce" and len(kernel.writes) == 1:
+            (value,) = kernel.writes
+            if kernel.op.kind not in ("dynamic_update_slice",) and readers[value] and all(k.op.kind == "dot_general" and not k.windowed for k in readers[value]) and not any(o.kind == "reduce" for o in kernel.ops):
+                found[value] = 0
         elif kernel.windowed and kernel.op.kind == "all-gather":
             for value in kernel.writes:
                 found[value] = 3 * block.nbytes(value) // kernel.windowed

@@ -1,6 +1,6 @@
-"""What a TPU keeps in bfloat16 although the program says float32.
+"""What a TPU's compiler makes of a program before anything is fused.
 
-Its products read bfloat16 unless they ask for more precision. So its compiler stores in bfloat16
+A TPU's products read bfloat16 unless they ask for more precision. So its compiler stores in bfloat16
 what nothing but such products read, also where it is only moved in between: gathered, sent around a
 ring, sliced, carried by a loop.
 """
@@ -8,7 +8,7 @@ ring, sliced, carried by a loop.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .._hlo import Shape
 from .partition import Op, Program
@@ -22,6 +22,23 @@ _MOVES: dict[str, tuple[int, ...] | None] = {
     "dynamic_slice": (0,),
     "dynamic_update_slice": (0, 1),
 }
+
+
+def selected(ops: Sequence[Op], shapes: Mapping[int, Shape]) -> list[Op]:
+    """Returns the operations with comparisons in place of scatters of one element into each row.
+
+    Such as the gradient of the chosen logits.
+    """
+    found = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=selected(op.body, shapes))
+        elif op.kind == "scatter" and len(op.operands) == 3:
+            whole, added = shapes[op.results[0]], shapes[op.operands[2]]
+            if any(n > 1 and whole.size == n * added.size for n in whole.dims):
+                op = dataclasses.replace(op, kind="select", axes=())
+        found.append(op)
+    return found
 
 
 def in_bfloat16(program: Program) -> Program:
