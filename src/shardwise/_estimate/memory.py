@@ -28,7 +28,13 @@ def peak_of(
     for number, kernel in enumerate(kernels):
         for value in kernel.reads:
             last[block.root(value)] = number
-    sizes = _sizes(block)
+    sizes, inlined = _sizes(block)
+    for kernel in reversed(kernels):
+        # What products compute for themselves is read when they run.
+        for value in kernel.writes.keys() & inlined:
+            for source in kernel.reads:
+                root = block.root(source)
+                last[root] = max(last.get(root, -1), last.get(block.root(value), -1))
     alive: dict[int, int] = {}
     peak = total = most = 0
     for number, kernel in enumerate(kernels):
@@ -64,20 +70,29 @@ def peak_of(
     return peak, max(peak, min(most, 4 * peak))
 
 
-def _sizes(block: Block) -> dict[int, int]:
-    """Returns the values that take other memory on a TPU than their bytes.
+def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
+    """Returns the values that take other memory on a TPU than their bytes, and those in products.
 
-    What a product makes for one kernel after it is computed in the same one. Of what is gathered
+    What a product makes for one kernel after it is computed in the same one, and what is computed
+    from arrays in memory for products alone, in each of them. Of what is gathered
     for a product in parts, or scattered after it, there are a few shards. What attention kernels
     read and write fills whole registers along its last dim.
     """
     if block.gpu:
-        return {}
+        return {}, set()
     readers: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in block.kernels:
         for value in kernel.reads:
             readers[value].append(kernel)
     found: dict[int, int] = {}
+    products = {
+        value
+        for kernel in block.kernels
+        if kernel.op.kind == "dot_general"
+        for value in kernel.writes
+        if len(readers[value]) == 1
+    }
+    inlined: set[int] = set()
     for kernel in block.kernels:
         if kernel.op.kind == "dot_general":
             for value in kernel.writes:
@@ -86,10 +101,12 @@ def _sizes(block: Block) -> dict[int, int]:
                     found[value] = 0
                 elif len(after) == 1 and after[0].windowed and after[0].op.kind == "reduce-scatter":
                     found[value] = 2 * block.nbytes(value) // after[0].windowed
-        elif not kernel.heavy and kernel.size and kernel.op.kind != "reduce" and len(kernel.writes) == 1:
+        elif _is_elementwise(kernel) and not kernel.reads.keys() & products:
             (value,) = kernel.writes
-            if kernel.op.kind not in ("dynamic_update_slice",) and readers[value] and all(k.op.kind == "dot_general" and not k.windowed for k in readers[value]) and not any(o.kind == "reduce" for o in kernel.ops):
+            near = readers[value]
+            if near and all(k.op.kind == "dot_general" and not k.windowed for k in near):
                 found[value] = 0
+                inlined.add(value)
         elif kernel.windowed and kernel.op.kind == "all-gather":
             for value in kernel.writes:
                 found[value] = 3 * block.nbytes(value) // kernel.windowed
@@ -98,4 +115,12 @@ def _sizes(block: Block) -> dict[int, int]:
                 dims = block.shapes[value].dims
                 if len(dims) >= 3 and 1 < dims[-1] < _LANES:
                     found[value] = block.nbytes(value) * _LANES // dims[-1]
-    return found
+    return found, inlined
+
+
+def _is_elementwise(kernel: Kernel) -> bool:
+    """Returns whether a kernel makes one array, each element from the same ones of others."""
+    kinds = {op.kind for op in kernel.ops}
+    return not (
+        kernel.heavy or len(kernel.writes) != 1 or kinds & {"reduce", "dynamic_update_slice"}
+    )
