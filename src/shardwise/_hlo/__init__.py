@@ -22,6 +22,7 @@ from .slices import between_slices as between_slices
 from .slices import rendezvous as rendezvous
 from .source import EDGES as EDGES
 from .source import Source as Source
+from .source import named as named
 from .source import source_of as source_of
 from .source import user_place as user_place
 from .traffic import Collective as Collective
@@ -29,6 +30,5 @@ from .traffic import by_axis as by_axis
 from .traffic import collective_kind as collective_kind
 from .traffic import collective_parts as collective_parts
 from .traffic import collectives as collectives
-from .traffic import named as named
 from .traffic import replica_groups as replica_groups
 from .unpartitioned import unpartitioned as unpartitioned
