@@ -18,7 +18,7 @@ from .fused import COLLECTIVES, Block, size_of
 from .memory import peak_of
 from .orders import numbers_of
 from .partition import Program
-from .tpu_program import in_bfloat16, selected
+from .rewrites import rewritten
 from .windows import Kernel
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
@@ -168,9 +168,7 @@ class Estimator:
 
     def __init__(self, program: Program, machine: Machine):
         """Takes the step and the chips."""
-        if machine.gpu is None:
-            ops = selected(program.ops, program.shapes)
-            program = in_bfloat16(dataclasses.replace(program, ops=ops))
+        program = rewritten(program, gpu=machine.gpu is not None)
         self.program, self.machine = program, machine
         self.shapes = program.shapes
         self.pricer: Any = machine.pricer(None)  # pyright: ignore[reportArgumentType] - priced by shapes

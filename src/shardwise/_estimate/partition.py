@@ -224,6 +224,8 @@ class _Reader:
                 made.axes = made.axes or tuple(self.mesh.items())
         elif name.startswith("stablehlo.") and kind in _WRITTEN:
             made.kind, made.axes = _WRITTEN[kind], self._spanned(op)
+            if "source_target_pairs" in op.attributes:
+                made.attributes = {"pairs": str(op.attributes["source_target_pairs"])}
         elif name == "sdy.all_slice":
             text = str(op.attributes["slicing_axes"])
             made.axes, made.dims = self._axes(text), _split_dims(text)

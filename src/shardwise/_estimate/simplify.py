@@ -11,6 +11,7 @@ from .partition import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
 _MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}
+_PERMUTE = "collective-permute"
 _MOVED = {"all-gather", "all-to-all", "collective-permute", "all_slice"}
 _REPEATS = _MOVED | {"broadcast_in_dim", "reshape", "convert", "transpose", "sharding_constraint"}
 _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
@@ -18,12 +19,39 @@ _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
 
 def simplified(program: Program) -> Program:
     """Returns the program without operations that are dead, or done before."""
+    names: dict[int, int] = {}
+    ops = _unrolled(program.ops, names)
+    outputs = tuple(names.get(value, value) for value in program.outputs)
+    program = dataclasses.replace(program, ops=ops, outputs=outputs)
     ops = _sliced_first(program, _uniform(program.ops, set()))
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
     outputs = tuple(renamed.get(value, value) for value in program.outputs)
     return dataclasses.replace(program, ops=_live(ops, outputs), outputs=outputs)
+
+
+def _unrolled(ops: Sequence[Op], names: dict[int, int]) -> list[Op]:
+    """Returns the operations with the bodies of loops that run once in place of these loops.
+
+    Args:
+        ops: the operations.
+        names: filled with the values that are other values then.
+    """
+    found: list[Op] = []
+    for op in ops:
+        op = dataclasses.replace(op, operands=tuple(names.get(v, v) for v in op.operands))
+        if op.kind == "while" and op.trips == 1:
+            names.update(zip(op.inside, op.operands, strict=True))
+            found += _unrolled(op.body, names)
+            names.update(zip(op.results, (names.get(v, v) for v in op.after), strict=True))
+            continue
+        if op.kind == "while":
+            body = _unrolled(op.body, names)
+            after = tuple(names.get(v, v) for v in op.after)
+            op = dataclasses.replace(op, body=body, after=after)
+        found.append(op)
+    return found
 
 
 def _live(ops: Sequence[Op], outputs: Collection[int]) -> list[Op]:
@@ -269,9 +297,9 @@ def _merged(program: Program, ops: Sequence[Op], renamed: dict[int, int]) -> lis
             body = _merged(program, op.body, renamed)
             after = tuple(renamed.get(v, v) for v in op.after)
             op = dataclasses.replace(op, body=body, after=after)
-        elif op.kind in _MERGED:
+        elif op.kind in _MERGED or (op.kind == _PERMUTE and "pairs" in op.attributes):
             shapes = tuple(program.shapes[value] for value in op.results)
-            key = (op.kind, op.operands, op.axes, shapes)
+            key = (op.kind, op.operands, op.axes, shapes, op.attributes.get("pairs"))
             if key in seen:
                 renamed.update(zip(op.results, seen[key].results, strict=True))
                 continue

@@ -18,6 +18,8 @@ from .partition import Op
 # Devices over which products are computed in parts: seen for 4, 8 and 16, not for 2, nor for 64 of
 # 256; nor for the 4 of one host.
 RINGS = (4, 8, 12, 16, 20, 24, 28, 32)
+# The attribute of products that the program computes in float32: never in parts.
+WIDE = "in_float32"
 # An array is gathered again for a use that is this much nearer to the end of the step.
 _APART = 130
 
@@ -96,8 +98,6 @@ def mark_windows(
             kernel.repeats = _repeats([heights[k.op.results[0]] for k in near if k.op.results])
         elif kernel.op.kind == "reduce-scatter":
             near = [owner[value] for value in kernel.reads if value in owner]
-            if any(k.op.kind == "all-reduce" for v in kernel.writes for k in readers[v]):
-                continue  # of a product that is split along more axes than these
         else:
             continue
         if parts not in RINGS or not is_ring(kernel.op):
@@ -106,6 +106,8 @@ def mark_windows(
         if len(near) != 1 or near[0].op.kind != "dot_general" or near[0].op.manual:
             continue
         product = near[0]
+        if WIDE in product.op.attributes:
+            continue
         if kernel.op.kind == "all-gather":
             summed = _sums(product.op, kernel.op, shapes, maker)
             if not summed and _partial(product, readers):
