@@ -248,9 +248,11 @@ class _Reader:
                 made.operands = (moved, *made.operands[1:])
         elif name in ("stablehlo.constant", "sdy.constant"):
             made.kind = "constant"
-            found = re.search(r"dense<(-?\d+)> : tensor<i", str(op.attributes["value"]))
-            if found and results:
-                self.constants[results[0]] = int(found[1])
+            # JAX's bindings cannot read attributes of every dtype, such as complex numbers.
+            if results and self.shapes[results[0]].dtype in ("s32", "s64", "u32", "u64"):
+                found = re.search(r"dense<(-?\d+)> : tensor<", str(op.attributes["value"]))
+                if found:
+                    self.constants[results[0]] = int(found[1])
         elif name in ("stablehlo.case", "stablehlo.if"):
             ops, outputs = self._block(op.regions[0].blocks[0], known)
             yield from ops

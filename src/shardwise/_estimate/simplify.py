@@ -11,6 +11,8 @@ from .partition import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
 _MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}
+# What a loop's body does to the same array in each iteration is done once, before the loop.
+_HOISTED = {"all-gather", "convert", "transpose", "reshape"}
 _PERMUTE = "collective-permute"
 _MOVED = {"all-gather", "all-to-all", "collective-permute", "all_slice"}
 _REPEATS = _MOVED | {"broadcast_in_dim", "reshape", "convert", "transpose", "sharding_constraint"}
@@ -23,7 +25,7 @@ def simplified(program: Program) -> Program:
     ops = _unrolled(program.ops, names)
     outputs = tuple(names.get(value, value) for value in program.outputs)
     program = dataclasses.replace(program, ops=ops, outputs=outputs)
-    ops = _sliced_first(program, _uniform(program.ops, set()))
+    ops = _hoisted(program, _sliced_first(program, _uniform(program.ops, set())))
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
@@ -52,6 +54,33 @@ def _unrolled(ops: Sequence[Op], names: dict[int, int]) -> list[Op]:
             op = dataclasses.replace(op, body=body, after=after)
         found.append(op)
     return found
+
+
+def _hoisted(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with gathers of what a loop does not change in front of the loop."""
+    kept: list[Op] = []
+    for op in ops:
+        if op.kind != "while":
+            kept.append(op)
+            continue
+        body = _hoisted(program, op.body)
+        outer = {
+            inside: operand
+            for inside, operand, after in zip(op.inside, op.operands, op.after, strict=True)
+            if inside == after
+        }
+        made = {value for each in body for value in each.results} | (set(op.inside) - outer.keys())
+        rest: list[Op] = []
+        for each in body:
+            fixed = not made.intersection(each.operands)
+            if fixed and each.kind in _HOISTED and len(each.results) == 1 and each.operands:
+                made.discard(each.results[0])
+                operands = tuple(outer.get(value, value) for value in each.operands)
+                kept.append(dataclasses.replace(each, operands=operands))
+            else:
+                rest.append(each)
+        kept.append(dataclasses.replace(op, body=rest))
+    return kept
 
 
 def _live(ops: Sequence[Op], outputs: Collection[int]) -> list[Op]:
