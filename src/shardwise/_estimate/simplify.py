@@ -13,6 +13,7 @@ from .partition import Op, Program
 _MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}
 # What a loop's body does to the same array in each iteration is done once, before the loop.
 _HOISTED = {"all-gather", "convert", "transpose", "reshape"}
+_CAST = {"convert", "transpose", "reshape"}
 _PERMUTE = "collective-permute"
 _MOVED = {"all-gather", "all-to-all", "collective-permute", "all_slice"}
 _REPEATS = _MOVED | {"broadcast_in_dim", "reshape", "convert", "transpose", "sharding_constraint"}
@@ -79,8 +80,45 @@ def _hoisted(program: Program, ops: Sequence[Op]) -> list[Op]:
                 kept.append(dataclasses.replace(each, operands=operands))
             else:
                 rest.append(each)
-        kept.append(dataclasses.replace(op, body=rest))
+        loop, sums = _summed_after(program, dataclasses.replace(op, body=rest))
+        kept += [loop, *sums]
     return kept
+
+
+def _summed_after(program: Program, loop: Op) -> tuple[Op, list[Op]]:
+    """Returns a loop that adds up parts, and the all-reduces of their sums in place of those inside."""
+    shapes = program.shapes
+    made = {value: each for each in loop.body for value in each.results}
+    users: dict[int, int] = {}
+    for each in loop.body:
+        for value in {*each.operands, *(_read(each.body) if each.body else ())}:
+            users[value] = users.get(value, 0) + 1
+    for value in loop.after:
+        users[value] = users.get(value, 0) + 1
+    results, sums, gone = list(loop.results), [], {}
+    for place, (inside, after) in enumerate(zip(loop.inside, loop.after, strict=True)):
+        total = made.get(after)
+        if total is None or total.kind != "add" or inside not in total.operands:
+            continue
+        value = next((v for v in total.operands if v != inside), inside)
+        while (part := made.get(value)) is not None and part.kind in _CAST and users[value] == 1:
+            value = part.operands[0]
+        if part is None or part.kind != "all-reduce" or len(part.results) != 1:
+            continue
+        if users[value] != 1 or users[inside] != 1 or users[after] != 1:
+            continue
+        gone[value] = part.operands[0]
+        results[place] = len(shapes)
+        shapes[results[place]] = shapes[loop.results[place]]
+        sums.append(
+            dataclasses.replace(part, operands=(results[place],), results=(loop.results[place],))
+        )
+    body = [
+        dataclasses.replace(each, operands=tuple(gone.get(v, v) for v in each.operands))
+        for each in loop.body
+        if not (each.kind == "all-reduce" and each.results[0] in gone)
+    ]
+    return dataclasses.replace(loop, body=body, results=tuple(results)), sums
 
 
 def _live(ops: Sequence[Op], outputs: Collection[int]) -> list[Op]:
