@@ -135,7 +135,7 @@ def _heights(maker: Mapping[int, Op]) -> dict[int, int]:
     """Returns how far each value is from the end of the step, as XLA measures it: more for more users."""
     heights: dict[int, int] = defaultdict(int)
     done: set[int] = set()
-    for op in reversed(maker.values()):
+    for op in reversed(list(maker.values())):
         if id(op) in done:
             continue
         done.add(id(op))
