@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, splash_flops, user_place
-from .._time import SPREAD, Link, Machine, Price, Speed, is_recomputed
+from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
 from .fused import COLLECTIVES, Block, size_of
 from .memory import peak_of
 from .orders import numbers_of
@@ -35,7 +34,7 @@ _CODE = 150_000
 
 @public
 @dataclasses.dataclass(frozen=True)
-class Estimate(Speed):
+class Estimate:
     """What a step would take, without compiling it. Returned by `sw.estimate` (modelled).
 
     Attributes:
@@ -81,9 +80,20 @@ class Estimate(Speed):
         """Whether the modelled peak is within a device's memory."""
         return self.peak_bytes <= self.capacity
 
-    def _costs(self) -> Mapping[str, float]:
-        """Returns the parts: what each would gain if free, only a compiled step knows."""
-        return self.parts
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that the model's own operations use, without recomputation."""
+        return mfu_of(self.model_flops, self.seconds, self.peak_flops)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the global batch per second."""
+        return rate_of(self.tokens, self.seconds)
+
+    @property
+    def bound(self) -> str:
+        """The largest part of the step; what each would gain if free, only a compiled step knows."""
+        return largest(self.parts)
 
     @property
     def verdict(self) -> str:

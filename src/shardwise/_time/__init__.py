@@ -13,7 +13,9 @@ from .result import Machine as Machine
 from .result import Share as Share
 from .result import StepTime as StepTime
 from .result import is_recomputed as is_recomputed
+from .result import largest as largest
+from .result import mfu_of as mfu_of
+from .result import rate_of as rate_of
 from .result import time_of as time_of
-from .speed import Speed as Speed
 from .timeline import Timeline as Timeline
 from .timeline import timeline_of as timeline_of

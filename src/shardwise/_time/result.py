@@ -17,7 +17,6 @@ from .cycles import TpuPricer, torus_of
 from .links import Link, gpu_seconds, slices_seconds
 from .pricing import SPREAD, GpuPricer, GpuRates, Price, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
-from .speed import Speed
 
 # A step is launched by the host; what the device waits for in between.
 PARTS = ("compute", "memory", "communication", "launch", "unknown")
@@ -63,6 +62,21 @@ class Communication:
         return max(0.0, self.seconds - self.exposed)
 
 
+def mfu_of(model_flops: int, seconds: float, peak_flops: float) -> float:
+    """Returns the share of a device's peak that operations of the model use."""
+    return model_flops / (seconds * peak_flops) if seconds else 0.0
+
+
+def rate_of(tokens: int | None, seconds: float) -> float | None:
+    """Returns tokens per second; None for a step without tokens."""
+    return tokens / seconds if tokens and seconds else None
+
+
+def largest(seconds: Mapping[str, float]) -> str:
+    """Returns the part with the most seconds."""
+    return max(seconds, key=lambda name: seconds[name]) if seconds else "unknown"
+
+
 def is_recomputed(name: str) -> bool:
     """Returns whether the operation of this name repeats one of the forward pass."""
     return "rematted_computation" in name
@@ -70,7 +84,7 @@ def is_recomputed(name: str) -> bool:
 
 @public
 @dataclasses.dataclass(frozen=True)
-class StepTime(Speed):
+class StepTime:
     """How long one step takes (modelled). The `time` of `sw.compile`'s result.
 
     Attributes:
@@ -107,9 +121,20 @@ class StepTime(Speed):
     unpriced: dict[str, int] = dataclasses.field(default_factory=dict)
     rates: str = ""
 
-    def _costs(self) -> Mapping[str, float]:
-        """Returns what the step would gain, if a part were free."""
-        return self.gains
+    @property
+    def mfu(self) -> float:
+        """The share of the peak that the model's own operations use, without recomputation."""
+        return mfu_of(self.model_flops, self.seconds, self.peak_flops)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the global batch per second."""
+        return rate_of(self.tokens, self.seconds)
+
+    @property
+    def bound(self) -> str:
+        """The part that the step would gain most from, if it were free."""
+        return largest(self.gains)
 
     @property
     def verdict(self) -> str:
