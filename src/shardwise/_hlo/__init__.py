@@ -11,6 +11,7 @@ from .flops import bytes_accessed as bytes_accessed
 from .flops import flops_of as flops_of
 from .flops import splash_flops as splash_flops
 from .flops import work_of as work_of
+from .lowered import unpartitioned as unpartitioned
 from .program import Instruction as Instruction
 from .program import Module as Module
 from .program import Shape as Shape
@@ -31,4 +32,3 @@ from .traffic import collective_kind as collective_kind
 from .traffic import collective_parts as collective_parts
 from .traffic import collectives as collectives
 from .traffic import replica_groups as replica_groups
-from .unpartitioned import unpartitioned as unpartitioned

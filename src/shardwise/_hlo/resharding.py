@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from .._jax import mlir_bindings
+from .lowered import unpartitioned
 from .source import user_place
-from .unpartitioned import unpartitioned
 
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,"
