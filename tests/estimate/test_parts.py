@@ -19,7 +19,7 @@ class Mlp(nnx.Module):
         return x
 
 
-def mlp(compute_dtype="bfloat16"):
+def mlp(compute_dtype: str | None = "bfloat16"):
     return sw.Recipe(
         model=lambda: Mlp(nnx.Rngs(0)),
         loss=lambda model, x: (model(x) ** 2).mean(),

@@ -55,6 +55,7 @@ def test_sequence_parallelism_sends_what_the_compiled_step_sends():
     assert mine == pytest.approx(theirs, rel=0.02)
     # What the compiler made without a name (merged products, fusions) has the line of its parts.
     time = compiled.time
+    assert time is not None
     assert sum(line.seconds for line in time.lines) > 0.75 * time.seconds
     # Slices of a track follow or contain each other to the nanosecond, in order.
     ends = {}
