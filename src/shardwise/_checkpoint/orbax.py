@@ -124,6 +124,7 @@ class Writer:
         # and keep the process from exiting for five minutes.
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+        self._stragglers: _Stragglers | None = None
 
     def save(self, directory: Path, arrays: Any, files: Mapping[str, Callable[[], str]]) -> None:
         """Starts to save, and returns as soon as the arrays may be donated.
@@ -134,7 +135,9 @@ class Writer:
             files: small files by name; their texts are computed in the background.
         """
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
-        with _quiet():
+        # Before the first write: others may end before the failure of one is known here.
+        self._stragglers = _ignore_stragglers()
+        with _quiet(), self._failing_quietly():
             self._checkpointer.save(
                 directory,
                 args=StepSave(
@@ -145,8 +148,20 @@ class Writer:
 
     def wait(self) -> None:
         """Waits until everything is committed, or raises the error of the save."""
-        with _quiet():
+        with _quiet(), self._failing_quietly():
             self._checkpointer.wait_until_finished()
+        if self._stragglers is not None:
+            self._stragglers.put_back()
+
+    @contextlib.contextmanager
+    def _failing_quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._stragglers is not None:
+                self._stragglers.expected = True
+            _collect_quietly()
+            raise
 
     def close(self) -> None:
         """Stops its threads."""
@@ -184,10 +199,15 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
         except Exception as error:
             stragglers.expected = True
             message = str(error).partition(" [tensorstore_spec")[0]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            gc.collect()
+        _collect_quietly()
     raise OSError(message)
+
+
+def _collect_quietly() -> None:
+    """Frees what nothing awaits any more after a failure, without a warning for each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
 
 
 def _ignore_stragglers() -> _Stragglers:

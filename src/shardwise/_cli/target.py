@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -203,7 +204,10 @@ def _load_file(place: str) -> ModuleType:
 def _load_module(place: str) -> ModuleType:
     if not all(step.isidentifier() for step in place.split(".")):
         raise ValueError(f"target module {place!r} is not the name of a module: {_FORM}")
-    add_folder(os.getcwd())
+    first = place.partition(".")[0]
+    if first not in sys.modules and importlib.util.find_spec(first) is None:
+        # Otherwise an installed target would let files of the current folder be imported too.
+        add_folder(os.getcwd())
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -215,7 +219,6 @@ def _load_module(place: str) -> ModuleType:
         raise ValueError(_failed(place, error, os.getcwd())) from error
     except Exception as error:
         raise ValueError(_failed(place, error, os.getcwd())) from error
-    first = place.partition(".")[0]
     here, found = beside(os.getcwd(), first), getattr(sys.modules[first], "__file__", None)
     if here is not None and found is not None and not os.path.samefile(here, found):
         print(
