@@ -241,7 +241,9 @@ class Checkpoints:
         name = ""
         try:
             name = leave_mark(self.directory) if jax.process_index() == 0 else ""
-            told = exchange("marking the checkpoint directory", json.dumps([name, str(self.directory)]))
+            told = exchange(
+                "marking the checkpoint directory", json.dumps([name, str(self.directory)])
+            )
             mark, theirs = json.loads(told[0])
             if not mark:
                 return

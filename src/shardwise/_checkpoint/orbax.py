@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from .._jax import commit_future
-from .step_files import write_sizes
+from .step_files import write_new, write_sizes
 
 # Small enough that a process that needs part of a chunk reads little more than that part.
 _CHUNK_BYTES = 2**22
@@ -40,14 +40,14 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
             texts = {name: make_text() for name, make_text in args.files.items()}
             if jax.process_index() == 0:
                 for name, text in texts.items():
-                    (directory / name).write_text(text)
+                    write_new(Path(directory) / name, text)
 
         return [commit_future()(write(), name="files")]
 
     def save(self, directory: Any, args: FilesSave) -> None:
         """Writes the files at once."""
         for name, make_text in args.files.items():
-            (directory / name).write_text(make_text())
+            write_new(Path(directory) / name, make_text())
 
     def restore(self, directory: Any, args: Any = None) -> dict[str, str]:
         """Returns the files' texts by name."""

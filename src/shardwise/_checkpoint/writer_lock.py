@@ -12,7 +12,8 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from .._base import parse_json
 
 try:
     import fcntl
@@ -177,10 +178,10 @@ def _is_still(path: Path, file: int) -> bool:
 
 def _who(file: int) -> str:
     try:
-        holder: Any = json.loads(os.pread(file, 4096, 0))
+        holder = parse_json(os.pread(file, 4096, 0), {"host": str, "pid": int, "started": float})
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
         return f"process {holder['pid']} on {holder['host']} has been saving there since {since}"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, OverflowError):
         return "another process is saving there"
 
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 
 import jax
 
+from .._base import visible
 from .._jax import distributed_state
 from .peers import Processes, is_dead, pid_space
 
@@ -252,10 +253,10 @@ class PeerWatch:
         """Writes the loss to stderr, once, bypassing Python's buffers."""
         # Formatted before the lock is taken, so that it is held only for a write.
         me = f"Process {self.processes.index} exits with code {LOST_EXIT_CODE}."
-        text = f"shardwise: {self._message(loss, ask=ask)} {me}\n".encode()
+        text = f"shardwise: {self._message(loss, ask=ask)} {me}\n"
         locked = self._naming.acquire(timeout=_GRACE_SECONDS)
         if not self._named:
-            os.write(2, text)
+            os.write(2, visible(text).encode())
             self._named, self._loss = True, loss
         if locked:
             self._naming.release()

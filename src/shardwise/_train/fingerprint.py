@@ -7,8 +7,8 @@ process differs, all of them run to the end with replicas that drift apart, so c
 from __future__ import annotations
 
 import hashlib
-import json
 import importlib.metadata
+import json
 import platform
 import re
 from collections.abc import Iterator, Mapping
