@@ -28,7 +28,6 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -306,10 +305,14 @@ def place_spec(rng, folder):
 
     text = f"{shape} {dtype} P{tuple(entries)} on {axes}"
     try:
-        layout = sw.layout(One, sw.mesh(axes, on="cpu:8"), {"x": jax.sharding.PartitionSpec(*entries)})
+        layout = sw.layout(
+            One, sw.mesh(axes, on="cpu:8"), {"x": jax.sharding.PartitionSpec(*entries)}
+        )
         clean = not sw.check(layout).errors
     except ValueError as error:
-        return "" if "\n" not in str(error).strip() or "error[" in str(error) else f"{text}: {error}"
+        return (
+            "" if "\n" not in str(error).strip() or "error[" in str(error) else f"{text}: {error}"
+        )
     try:
         placed = sw.init(One, layout).x.get_value()
     except ValueError as error:
@@ -435,7 +438,9 @@ def race(rng, folder):
         if missing := [step for step in found["saved"] if step not in there]:
             return f"saved, but not there: {missing}"
         for message in found["refused"]:
-            if not re.search("(process .*|another process) is saving there|has been saving", message):
+            if not re.search(
+                "(process .*|another process) is saving there|has been saving", message
+            ):
                 return message
     return ""
 
@@ -597,7 +602,9 @@ def main():
     args = parser.parse_args()
     kinds = args.only.split(",")
     minutes = None if args.rounds else args.minutes
-    tried, broke, _ = campaign(args.seed, kinds, minutes=minutes, rounds=args.rounds, first=args.first)
+    tried, broke, _ = campaign(
+        args.seed, kinds, minutes=minutes, rounds=args.rounds, first=args.first
+    )
     print(f"{'kind':12}{'rounds':>8}{'tried':>8}{'held':>8}{'broke':>8}")
     for kind in kinds:
         each = KINDS[kind][2]

@@ -52,7 +52,9 @@ def valid():
               "max_position_embeddings": 128, "hidden_act": "silu",
               "tie_word_embeddings": False}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    sw.save_weights(sw.init(make, layout), folder / "weights", names={"kernel": "kernel", "bias": "bias"})
+    sw.save_weights(
+        sw.init(make, layout), folder / "weights", names={"kernel": "kernel", "bias": "bias"}
+    )
     np.save(folder / "tokens.npy", np.arange(1000, dtype="int32"))
     recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(), optimizer=optax.sgd(0.1),
                        batch=inputs)  # fmt: skip
@@ -235,7 +237,9 @@ def broken(rng, folder):
     try:
         READERS[name](path)
     except ValueError as error:
-        if type(error).__module__.startswith(("json", "tomllib")) or isinstance(error, UnicodeError):
+        if type(error).__module__.startswith(("json", "tomllib")) or isinstance(
+            error, UnicodeError
+        ):
             return f"{name}: RAW {type(error).__name__}: {error}"
         if len(str(error)) > 20_000:
             return f"{name}: a message of {len(str(error))} characters"
