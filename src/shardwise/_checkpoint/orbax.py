@@ -125,6 +125,7 @@ class Writer:
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
         self._stragglers: _Stragglers | None = None
+        self._quiet = contextlib.ExitStack()
 
     def save(self, directory: Path, arrays: Any, files: Mapping[str, Callable[[], str]]) -> None:
         """Starts to save, and returns as soon as the arrays may be donated.
@@ -137,7 +138,9 @@ class Writer:
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
         # Before the first write: others may end before the failure of one is known here.
         self._stragglers = _ignore_stragglers()
-        with _quiet(), self._failing_quietly():
+        # Until it is waited for: what fails in the background is raised then, and logged before.
+        self._quiet.enter_context(_quiet())
+        with self._failing_quietly():
             self._checkpointer.save(
                 directory,
                 args=StepSave(
@@ -150,6 +153,7 @@ class Writer:
         """Waits until everything is committed, or raises the error of the save."""
         with _quiet(), self._failing_quietly():
             self._checkpointer.wait_until_finished()
+        self._quiet.close()
         if self._stragglers is not None:
             self._stragglers.put_back()
 
@@ -161,11 +165,16 @@ class Writer:
             if self._stragglers is not None:
                 self._stragglers.expected = True
             _collect_quietly()
+            self._quiet.close()
             raise
 
     def close(self) -> None:
         """Stops its threads."""
-        self._checkpointer.close()
+        try:
+            with _quiet():
+                self._checkpointer.close()
+        finally:
+            self._quiet.close()
 
 
 def read_arrays(directory: Path, abstract: Any) -> Any:

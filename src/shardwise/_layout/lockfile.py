@@ -120,7 +120,7 @@ def read(
         return mesh, [_leaf(row, sizes) for row in data["leaves"]], dead
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
-        raise ValueError(f"{path} is a damaged layout: {kind}{error}") from error
+        raise ValueError(f"{path} is a damaged layout: {kind}{str(error)[:500]}") from error
 
 
 def read_step(path: str | os.PathLike[str]) -> dict[str, Any]:
