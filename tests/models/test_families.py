@@ -253,7 +253,7 @@ def test_wrong_settings(case):
 
 FILES = {
     "missing": (None, "config.json cannot be read: No such file or directory"),
-    "text": ("{", "config.json is not JSON"),
+    "text": ("{", "config.json cannot be read: it is not JSON"),
     "list": ("[]", "config.json has list, not an object"),
 }
 

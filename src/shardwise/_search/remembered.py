@@ -6,11 +6,13 @@ import dataclasses
 import hashlib
 import os
 import re
+import typing
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .._base import require_form
 from .._check import LayoutError
 from .._compile import Compiled, cache_folder, read_entry, traced, write_entry
 from .._compile import job_of as make_job
@@ -63,6 +65,15 @@ def proof_of(compiled: Compiled, estimate: Estimate) -> Proof:
     )
 
 
+def _form_of(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+_PROOF = {**_form_of(Proof), "parts": dict[str, float]}
+_ESTIMATE = _form_of(Estimate)
+
+
 class Remembered:
     """The results of one program, by choice: one entry of the cache of compilations."""
 
@@ -88,17 +99,21 @@ class Remembered:
                 axis: {kind: tuple(pair) for kind, pair in kinds.items()}
                 for axis, kinds in row["by_axis"].items()
             }
+            require_form(row, {**_ESTIMATE, "by_axis": dict[str, dict[str, list[int]]]})
             return Estimate(**{**row, "by_axis": by_axis})
-        except (TypeError, KeyError, AttributeError):
+        except (TypeError, KeyError, AttributeError, ValueError):
             return None
 
     def proof(self, name: str) -> Proof | None:
         """Returns what a compiler said before."""
         row = self.rows.get(f"proof {name}")
         try:
-            return Proof(**row) if isinstance(row, dict) else None
-        except TypeError:
-            return None
+            if isinstance(row, dict):
+                require_form(row, _PROOF)
+                return Proof(**row)
+        except (TypeError, ValueError):
+            pass
+        return None
 
     def state_bytes(self, name: str) -> int | None:
         """Returns the bytes of the state on one device."""

@@ -31,7 +31,7 @@ from .._step import (
     show_array,
 )
 from .datasets import Data, open_batches
-from .fingerprint import program_parts, require_same_run, run_parts
+from .fingerprint import program_parts, require_same_run, require_same_step, run_parts
 from .progress import RunLog, expected, require_logs
 from .replicas import Replicas, ReplicasDiffer
 from .stopping import Agreement, Stopped, Stopping
@@ -172,7 +172,7 @@ def fit_with(
     with _released_on_failure(checkpoints):
         if checkpoints is not None and (not saved or saved[-1] < steps):
             with together("preparing the checkpoints"):
-                checkpoints.require_writable()
+                checkpoints.require_writable(until=steps)
         with together("tracing the step"), explained_tracing():
             # Traced only once: the first step finds it in JAX's cache.
             traced = step.jitted.trace(blueprint.abstract, blueprint.batch).jaxpr
@@ -183,13 +183,15 @@ def fit_with(
             newest = saved[-1]
             # Check the metadata first: reading waits for all processes, even for one that failed.
             with together(f"checking step {newest}"):
-                flight_check(blueprint, checkpoints.about(newest)).findings.raise_if_errors()
+                about = checkpoints.about(newest)
+                flight_check(blueprint, about).findings.raise_if_errors()
+            require_same_step(newest, about)
             with (
                 together(f"restoring step {newest}"),
                 working(f"restoring step {newest}", show=shown),
             ):
                 state = checkpoints.restore_onto(blueprint, step=newest, given=given)
-                position = checkpoints.about(newest)["position"]
+                position = about["position"]
         else:
             doing = "initialising the model in its shards"
             with together(doing), working(doing, show=shown):
