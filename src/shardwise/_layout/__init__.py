@@ -24,7 +24,7 @@ from .strategies import Named as Named
 from .strategies import fsdp as fsdp
 from .strategies import stage_axes as stage_axes
 from .strategies import stages as stages
+from .strategies import tensor as tensor
 from .strategies import zero1 as zero1
 from .strategies import zero2 as zero2
 from .strategies import zero_axes as zero_axes
-from .tensor_parallel import tensor as tensor
