@@ -20,6 +20,7 @@ from .rules import replicate as replicate
 from .rules import steps_text as steps_text
 from .strategies import FSDP_AXES as FSDP_AXES
 from .strategies import PART_AXES as PART_AXES
+from .strategies import TENSOR_AXES as TENSOR_AXES
 from .strategies import Named as Named
 from .strategies import fsdp as fsdp
 from .strategies import stage_axes as stage_axes

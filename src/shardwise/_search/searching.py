@@ -13,8 +13,7 @@ from .._chips import parse_chips
 from .._nnx import Recipe
 from .found import Found
 from .space import fixed_parts
-from .stages import Searcher
-from .topologies import growing
+from .stages import Searcher, growing
 
 Progress = Callable[[str], None]
 

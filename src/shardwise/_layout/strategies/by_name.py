@@ -10,8 +10,8 @@ from ..._base import either
 from ..._jax import show_value
 from ..._mesh import DATA_AXES, SEQUENCE_AXES, Axes
 from ..rules import Rules, patterns, replicate
+from .depth import stages
 from .fully_sharded import Fsdp, fsdp
-from .pipelined import stages
 from .tensor_parallel import Experts, tensor
 from .zero import Zero, beside_fsdp
 
