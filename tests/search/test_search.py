@@ -440,3 +440,16 @@ def test_what_the_model_itself_refuses_on_a_mesh_is_said():
     reason = "ValueError: Resource axis: data of P('data',) is not found in mesh: ('fsdp',)."
     assert f"fsdp=4 fsdp dropped: the step cannot be traced: {reason}" in found.notes
     assert "dp+tensor" in {c.strategy for c in found.candidates}
+
+
+def test_a_strategy_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"^strategy='fdsp' is unknown: use dp, fsdp, zero1"):
+        sw.search(MLP, "h100:1x4", compile=0, strategy="fdsp")
+
+
+def test_a_batch_that_a_fixed_mesh_cannot_split_is_named():
+    odd = dataclasses.replace(MLP, batch=jax.ShapeDtypeStruct((6, 256), "float32"))
+    found = sw.search(odd, "h100:1x4", compile=0, mesh="fsdp=4", prices={"v5p": 4.2})
+    assert not found.candidates
+    assert "fsdp=4 fsdp dropped: a batch of 6 samples cannot be split over 4 devices" in found.notes
+    assert "prices of v5p were not used: these chips are not searched" in found.notes

@@ -105,6 +105,9 @@ def search(
         deadline=began + limit if limit is not None else None,
         progress=progress or (lambda line: None),
     )
+    given = {name.partition(":")[0] for name in names}
+    if unused := sorted(set(prices or {}) - given):
+        searcher.note(f"prices of {', '.join(unused)} were not used: these chips are not searched")
     stopped = ""
     try:
         for name in names:

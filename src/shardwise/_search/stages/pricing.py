@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..._base import count as counted
 from ..._base import option
 from ..._check import LayoutError
 from ..._chips import parse_chips
@@ -170,6 +171,13 @@ class Pricer:
 
     def _priced(self, choice: Choice) -> Candidate | None:
         if choice.samples % (choice.data_ways * choice.accumulate):
+            if self.fixed.mesh is not None or self.fixed.accumulate is not None:
+                parts = f", {choice.accumulate} parts each" if choice.accumulate > 1 else ""
+                why = (
+                    f"a batch of {counted(choice.samples, 'sample')} cannot be split over "
+                    f"{counted(choice.data_ways, 'device')}{parts}"
+                )
+                self.dropped.setdefault(why, []).append(f"{choice.mesh} {choice.strategy}")
             return None
         estimate = self.memory.estimate(choice.key)
         if estimate is None:

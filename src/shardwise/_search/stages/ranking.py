@@ -54,6 +54,11 @@ class Ranker(Pricer):
                 f"nothing to try on {chips}: no mesh of {devices} devices divides a batch of "
                 f"{samples} samples and has the parts that are fixed"
             )
+        if samples % devices and found:
+            self.note(
+                f"a batch of {samples} samples does not divide by {devices} devices: only meshes "
+                f"that split something else too were tried"
+            )
         if missing and devices > 1:
             self.note(f"the model does not allow {missing}: not tried")
         return found
