@@ -413,6 +413,8 @@ def test_names_that_are_no_axes_are_mapped_and_said(tmp_path):
         "names in the model's annotations: 'tp' is taken as model, 'embed' is left to the strategy"
         in found.notes
     )
+    with pytest.raises(ValueError, match="have names that are no axes of .*'embed', 'tp', so"):
+        sw.layout(recipe, sw.mesh("data=2,fsdp=2", on="h100:1x4"), "best")
     split = next(c for c in found.candidates if c.choice.sizes == {"fsdp": 2, "model": 2})
     assert split.layout["up.kernel"].spec == P("fsdp", "model")
     assert split.layout["down.kernel"].spec == P("model", "fsdp")
