@@ -79,7 +79,12 @@ class Remembered:
 
     def __init__(self, recipe: Recipe, calibration: str | os.PathLike[str] | None):
         """Reads what is there; a damaged entry counts as none."""
-        self.key = _fingerprint(recipe, calibration)
+        self.key, self.refused = "", ""
+        try:
+            self.key = _fingerprint(recipe, calibration)
+        except (LayoutError, ValueError) as error:
+            # Nothing is kept of a step that cannot be traced unsplit; on a mesh it may be.
+            self.refused = str(error)
         self.folder = cache_folder()
         self.rows: dict[str, Any] = self._read()
         self.new: dict[str, Any] = {}
@@ -134,17 +139,17 @@ class Remembered:
 
 
 def _fingerprint(recipe: Recipe, calibration: str | os.PathLike[str] | None) -> str:
-    """Returns what tells a recipe's program from all others; empty if it cannot be traced.
+    """Returns what tells a recipe's program from all others.
 
     The unsplit step, the source files that it comes from (a model may behave differently on another
     mesh), what prices it, and the versions of what compiles it.
+
+    Raises:
+        ValueError: it cannot be traced.
     """
-    try:
-        made = layout(recipe, make_mesh("data=1", on="none"), "dp")
-        job = make_job(recipe, made, None)
-        text = traced(job).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
-    except (LayoutError, ValueError):
-        return ""
+    made = layout(recipe, make_mesh("data=1", on="none"), "dp")
+    job = make_job(recipe, made, None)
+    text = traced(job).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
     parts = [f"search {_FORMAT}", _without_places(text), os.environ.get("XLA_FLAGS", "")]
     parts += [str(sorted((recipe.compiler_options or {}).items())), str(recipe.batch_spec)]
     for name in _PACKAGES:

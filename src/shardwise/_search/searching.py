@@ -13,8 +13,7 @@ from .._chips import parse_chips
 from .._nnx import Recipe
 from .found import Found
 from .space import fixed_parts
-from .stages import Searcher
-from .topologies import growing
+from .stages import Searcher, growing
 
 Progress = Callable[[str], None]
 
@@ -106,6 +105,9 @@ def search(
         deadline=began + limit if limit is not None else None,
         progress=progress or (lambda line: None),
     )
+    given = {name.partition(":")[0] for name in names}
+    if unused := sorted(set(prices or {}) - given):
+        searcher.note(f"prices of {', '.join(unused)} were not used: these chips are not searched")
     stopped = ""
     try:
         for name in names:
