@@ -33,7 +33,7 @@ class Child:
 
 
 def start(program, command, environment):
-    """As `launcher._start`, by a fork."""
+    """As `launcher.start`, by a fork."""
     end_with_parent = module._end_with_parent()
     out, err = os.pipe(), os.pipe()
     pid = forked.fork()
@@ -57,5 +57,5 @@ if "jax" in sys.modules and command[0] == sys.executable:
     sys.path.insert(0, str(HERE.parents[1] / "support"))
     import forked
 
-    module._start = start
+    module.start = start
 sys.exit(module.launch(command, int(processes), int(devices) or None))

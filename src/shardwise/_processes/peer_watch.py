@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import jax
 
 from .._jax import distributed_state
+from .elastic import AGAIN_EXIT_CODE, tell_lost
 from .peers import Processes, is_dead, pid_space
 
 LOST_EXIT_CODE = 75
@@ -143,6 +144,7 @@ class PeerWatch:
         """Publishes the loss to all other processes, and returns a message that names it."""
         self._raised, self._loss = True, loss
         self._publish(loss)
+        tell_lost(self.processes.index, loss.lost)
         return self._message(loss, during, error)
 
     def _message(self, loss: Loss, during: str = "", error: str = "", *, ask: bool = True) -> str:
@@ -248,6 +250,7 @@ class PeerWatch:
         if not self._named:
             os.write(2, text)
             self._named, self._loss = True, loss
+            tell_lost(self.processes.index, loss.lost)
         if locked:
             self._naming.release()
 
@@ -265,7 +268,8 @@ class PeerWatch:
             return
         code = 1 if error is not None else _exit_code(self.status)
         # A run that a signal stopped ended normally, on all processes at once.
-        if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and not self._raised:
+        ended = (0, AGAIN_EXIT_CODE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+        if code in ended and not self._raised:
             with contextlib.suppress(Exception):
                 _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
             return

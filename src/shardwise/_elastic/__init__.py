@@ -1,0 +1,7 @@
+"""Going on with fewer processes: the layouts for them, planned ahead, and the state in memory."""
+
+from .plan import Smaller as Smaller
+from .plan import device_capacity as device_capacity
+from .plan import elastic_plan as elastic_plan
+from .plan import require_sizes as require_sizes
+from .plan import scaled as scaled
