@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -110,7 +110,7 @@ def elastic_plan(
     layout: Layout,
     processes: int,
     *,
-    least: int = 1,
+    sizes: Sequence[int] | None = None,
     capacity: int | None = None,
 ) -> list[Smaller]:
     """Returns what a run would be with each smaller number of processes, the largest first.
@@ -119,7 +119,7 @@ def elastic_plan(
         recipe: the recipe, for all processes.
         layout: the layout on the mesh of all processes, which may have absent chips.
         processes: how many processes, or hosts, that are.
-        least: the smallest number to plan for.
+        sizes: the numbers of processes to plan for; by default, all smaller ones.
         capacity: the bytes of one device, where the mesh does not say.
 
     Raises:
@@ -134,7 +134,9 @@ def elastic_plan(
         >>> layout = sw.layout(make, sw.mesh("data=4", on="none"), "fsdp")
         >>> for smaller in sw.elastic_plan(recipe, layout, 4):
         ...     print(smaller)
-        3 processes: no
+        3 processes: no, batch of shape (32, 1024) cannot be split as P('data') on data=3: dim 0 (size 32) cannot be split 3 ways over axis 'data'; make the batch divisible, or give the recipe batch_spec=
+        2 processes: data=2, accumulate=2, 6.0 MiB of state on each device (exact)
+        1 process: data=1, accumulate=4, 12.0 MiB of state on each device (exact)
     """
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes!r}")
@@ -143,15 +145,16 @@ def elastic_plan(
             f"the mesh {show_mesh(layout.mesh)} has {layout.mesh.size} devices, which {processes} "
             f"processes cannot have equal parts of"
         )
-    return [*_plan(recipe, layout, processes, least, capacity)]
+    wanted = range(processes - 1, 0, -1) if sizes is None else sizes
+    return [*_plan(recipe, layout, processes, wanted, capacity)]
 
 
 def _plan(
-    recipe: Recipe, layout: Layout, full: int, least: int, capacity: int | None
+    recipe: Recipe, layout: Layout, full: int, sizes: Sequence[int], capacity: int | None
 ) -> Iterator[Smaller]:
     axis = shrinking_axis(layout, full)
     each = layout.mesh.size // full
-    for processes in range(full - 1, least - 1, -1):
+    for processes in sizes:
         where = f"{count(processes, 'process', 'processes')} of {full}"
         smaller, fewer, held, peak, most = None, recipe, 0, None, capacity
         problem = None

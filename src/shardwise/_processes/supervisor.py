@@ -261,6 +261,8 @@ class _Run:
         if received:
             status = next(iter(failed.values()), -received[0] if unended else 0)
             code = 128 - status if status < 0 else status
+            if status == AGAIN_EXIT_CODE:  # the signal reached it after it had decided
+                code = 128 + received[0]
             self.output.say(f"stopped by {received[0].name}")
             return _End(code=code)
         if not failed and not unended:
