@@ -1,5 +1,7 @@
 """Runs launcher.py like `shardwise launch`: processes, devices (0: unchanged), command.
 
+With `--elastic SECONDS` in front, like `shardwise launch --elastic --as-hosts --back-after SECONDS`.
+
 If this process was forked with everything imported (`forked.py`), so are those of the command.
 """
 
@@ -52,10 +54,24 @@ def start(program, command, environment):
     forked.execute_and_exit()
 
 
+elastic = sys.argv.pop(2) if sys.argv[1] == "--elastic" and sys.argv.pop(1) else None
 processes, devices, *command = sys.argv[1:]
+if elastic is not None:
+    from shardwise._processes import launcher as module
+    from shardwise._processes import supervisor
 if "jax" in sys.modules and command[0] == sys.executable:
     sys.path.insert(0, str(HERE.parents[1] / "support"))
     import forked
 
     module.start = start
-sys.exit(module.launch(command, int(processes), int(devices) or None))
+if elastic is None:
+    sys.exit(module.launch(command, int(processes), int(devices) or None))
+sys.exit(
+    supervisor.launch_elastic(
+        command,
+        int(processes),
+        int(devices) or None,
+        back_seconds=float(elastic),
+        as_hosts=True,
+    )
+)

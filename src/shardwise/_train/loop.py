@@ -248,6 +248,7 @@ def fit_with(
                         with watch.pause():
                             saver.save(number, state, batches.position)
                     if going and going.copies and going.copy_is_due(number):
+                        watch.catch_up()  # these steps are not repeated, so their metrics must be written
                         with watch.pause():
                             going.copies.take(number, state, batches.position)
                     if asked:

@@ -1,0 +1,259 @@
+"""Kills random processes of an elastic run at random moments, and verifies what is left of it.
+
+python benchmarks/elastic.py --kills 50 [--seed 0] [--processes 4] [--silent 0.1] [--keep]
+
+Each kill is SIGKILL, or SIGSTOP for a share of them, to one process, at any moment: while it starts,
+restores, trains, copies or saves. Each process stands for a host: what it held in memory is lost with it.
+At the end the run is stopped, and the losses of all its steps are compared with those of a run in one
+process that was on the same meshes, from the same steps on. Also verified: how many steps were repeated,
+that the data were read in the same order, and that each loss was survived.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+COPIES, CHECKPOINTS, BATCH = 4, 10, 24
+RELATIVE = 1e-4
+
+
+def recipe_and_data(accumulate=1, slow=0.0):
+    import jax
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    import shardwise as sw
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0, dropout=1)
+            self.up = nnx.Linear(12, 48, rngs=rngs)
+            self.norm = nnx.BatchNorm(48, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+            self.down = nnx.Linear(48, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
+
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(240, 12)).astype("float32")}
+    rows["y"] = rows["x"][:, :4] * 2
+
+    def wait(sample):
+        time.sleep(slow)
+        return sample
+
+    recipe = sw.Recipe(
+        model=Net,
+        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+        optimizer=optax.adamw(1e-3),
+        batch={
+            "x": jax.ShapeDtypeStruct((BATCH, 12), "float32"),
+            "y": jax.ShapeDtypeStruct((BATCH, 4), "float32"),
+        },
+        accumulate=accumulate,
+        ema=0.9,
+    )
+    return recipe, sw.data(rows, seed=7, transform=wait if slow else None), Net
+
+
+def train(directory):
+    import shardwise as sw
+
+    here = sw.distributed(timeout_seconds=10)
+    print(f"pid {here.index} {os.getpid()} {here.count}", flush=True)
+    recipe, data, make = recipe_and_data(slow=0.01)
+    sw.fit(
+        recipe,
+        sw.layout(make, sw.mesh("data=-1"), sw.fsdp("data", min_bytes=0)),
+        data,
+        steps=10**6,
+        checkpoints=sw.Checkpoints(directory, every=CHECKPOINTS),
+        logs=f"{directory}/logs",
+        log_every=1,
+        elastic=True,
+        copies_every=COPIES,
+    )
+
+
+class Run:
+    """The run, and what is known of it from what it prints."""
+
+    def __init__(self, directory, processes, log):
+        command = [sys.executable, "-m", "shardwise", "launch", "-n", str(processes), "--elastic"]
+        command += ["--devices", "1", "--as-hosts", "--back-after", "20", "--", sys.executable]
+        command += [__file__, "--train", str(directory)]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.log = log.open("w")
+        self.pids, self.count, self.step = {}, 0, 0
+        self.segments, self.repeated, self.seconds = [], [], []
+        self.sources = {"memory": 0, "checkpoint": 0, "nothing": 0}
+        self.finished = threading.Event()
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.log.write(f"{time.monotonic() - self.began:8.2f} {line}")
+            self.log.flush()
+            if found := re.match(r"\[(\d+)\] pid \d+ (\d+) (\d+)", line):
+                if int(found[3]) != self.count or int(found[1]) in self.pids:
+                    self.pids, self.count = {}, int(found[3])
+                self.pids[int(found[1])] = int(found[2])
+            elif found := re.match(r"\[0\] resumed from step (\d+) in (.*)", line):
+                self.note(int(found[1]), "memory" if found[2] == "memory" else "checkpoint")
+            elif "nothing was saved yet" in line:
+                self.note(0, "nothing")
+            elif found := re.match(r"\[0\] step (\d+)/", line):
+                self.step = max(self.step, int(found[1]))
+            elif found := re.match(r"shardwise: step \d+ finished (\S+) s after", line):
+                self.seconds.append(float(found[1]))
+                self.finished.set()
+            elif re.match(r"shardwise: .*starting again", line):
+                self.pids = {}
+
+    def note(self, step, source):
+        self.sources[source] += 1
+        self.repeated.append((self.step - step, source))
+        self.segments.append((step, self.count))
+        self.step = step
+
+
+def kill(run, kills, silent, seed):
+    """Kills so many processes, and returns how many of them with which signal."""
+    rng, done = random.Random(seed), {"SIGKILL": 0, "SIGSTOP": 0}
+    while sum(done.values()) < kills and run.process.poll() is None:
+        run.finished.clear()
+        # Most while it trains, some while it starts or restores.
+        if rng.random() < 0.8 and done["SIGKILL"] + done["SIGSTOP"]:
+            run.finished.wait(120)
+            time.sleep(rng.uniform(0, 6))
+        else:
+            time.sleep(rng.uniform(0, 12))
+        victims = sorted(run.pids)
+        if not victims:
+            continue
+        number = signal.SIGSTOP if rng.random() < silent else signal.SIGKILL
+        index = rng.choice(victims)
+        try:
+            os.kill(run.pids[index], number)
+        except (ProcessLookupError, KeyError):
+            continue
+        done[number.name] += 1
+        run.log.write(f"{time.monotonic() - run.began:8.2f} --- {number.name} {index}\n")
+    return done
+
+
+def reference(segments, processes, last):
+    """Yields the loss of each step of a run in one process that was on the same meshes."""
+    import dataclasses
+
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", processes)
+    import shardwise as sw
+    from shardwise._elastic import scaled
+
+    recipe, data, make = recipe_and_data()
+    # Steps that were repeated count as they were the last time.
+    kept = []
+    for first, count in [(0, processes), *segments]:
+        kept = [(s, c) for s, c in kept if s < first] + [(first, count)]
+    state, steps = None, {}
+    for (first, count), after in zip(kept, [*(s for s, _ in kept[1:]), last], strict=True):
+        layout = sw.layout(make, sw.mesh(f"data={count}", on=f"cpu:{count}"),
+                           sw.fsdp("data", min_bytes=0))  # fmt: skip
+        if count not in steps:
+            fewer = scaled(recipe, layout, count, processes)
+            steps[count] = sw.train_step(dataclasses.replace(fewer), layout)
+        step = steps[count]
+        if state is None:
+            state = sw.train_state(recipe, layout)
+        else:
+            shardings = step.blueprint.shardings
+            state = jax.tree.map(jax.device_put, state, shardings)
+        batches = data.on(step.blueprint, position=first * BATCH)
+        for number in range(first + 1, after + 1):
+            state, metrics = step(state, next(batches))
+            yield number, float(metrics["loss"])
+
+
+def verify(run, directory, processes):
+    """Returns the largest relative difference of losses, and how many steps were compared."""
+    rows = [json.loads(line) for line in (directory / "logs/metrics.jsonl").open()]
+    losses = {row["step"]: row["loss"] for row in rows}
+    last = max(losses)
+    missing = set(range(1, last + 1)) - set(losses)
+    assert not missing, f"steps without a loss: {sorted(missing)[:10]}"
+    worst, first = 0.0, None
+    for number, loss in reference(run.segments, processes, last):
+        difference = abs(losses[number] - loss) / abs(loss)
+        if difference > RELATIVE and first is None:
+            first = (number, losses[number], loss)
+        worst = max(worst, difference)
+    return worst, last, first
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--silent", type=float, default=0.1)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--train")
+    args = parser.parse_args()
+    if args.train:
+        return train(args.train)
+    directory = Path(tempfile.mkdtemp(prefix="elastic-"))
+    load = os.getloadavg()
+    run = Run(directory / "run", args.processes, directory / "log.txt")
+    try:
+        done = kill(run, args.kills, args.silent, args.seed)
+        run.finished.clear()
+        run.finished.wait(120)
+        time.sleep(5)
+        assert run.process.poll() is None, f"the run ended: see {directory}/log.txt"
+        run.process.send_signal(signal.SIGTERM)
+        code = run.process.wait(120)
+        assert code == 143, f"exit code {code}: see {directory}/log.txt"
+    finally:
+        run.process.kill()
+    worst, last, first = verify(run, directory / "run", args.processes)
+    memory = [steps for steps, source in run.repeated if source == "memory"]
+    seconds = sorted(run.seconds)
+    print(f"seed {args.seed}, {args.processes} processes, load at the start {load[0]:.1f}, "
+          f"at the end {os.getloadavg()[0]:.1f}")  # fmt: skip
+    print(f"killed {done['SIGKILL']}, stopped {done['SIGSTOP']}; "
+          f"started again {len(run.segments)} times: from memory {run.sources['memory']}, from a "
+          f"checkpoint {run.sources['checkpoint']}, from nothing {run.sources['nothing']}")  # fmt: skip
+    print(f"meshes {[count for _, count in run.segments]}")
+    print(f"{last} steps; losses differ by {worst:.1e} at most (relative) from the same in one process")
+    print(f"repeated steps from memory: {max(memory, default=0)} at most, {2 * COPIES - 1} promised")
+    if seconds:
+        middle = seconds[len(seconds) // 2]
+        print(f"from a loss that was found to the next finished step: median {middle:.1f} s, "
+              f"{seconds[-1]:.1f} s at most")  # fmt: skip
+    broke = [f"loss of step {first}"] * (first is not None)
+    broke += ["repeated steps"] * (max(memory, default=0) > 2 * COPIES - 1)
+    print("held" if not broke else f"broke: {'; '.join(broke)}; {directory} is kept")
+    if not (args.keep or broke):
+        shutil.rmtree(directory)
+    return 1 if broke else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
