@@ -10,6 +10,7 @@ that the data were read in the same order, and that each loss was survived.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -23,68 +24,8 @@ import threading
 import time
 from pathlib import Path
 
-COPIES, CHECKPOINTS, BATCH = 4, 10, 24
 RELATIVE = 1e-4
-
-
-def recipe_and_data(accumulate=1, slow=0.0):
-    import jax
-    import numpy as np
-    import optax
-    from flax import nnx
-
-    import shardwise as sw
-
-    class Net(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0, dropout=1)
-            self.up = nnx.Linear(12, 48, rngs=rngs)
-            self.norm = nnx.BatchNorm(48, rngs=rngs)
-            self.drop = nnx.Dropout(0.1, rngs=rngs)
-            self.down = nnx.Linear(48, 4, rngs=rngs)
-
-        def __call__(self, x):
-            return self.down(self.drop(nnx.relu(self.norm(self.up(x)))))
-
-    rng = np.random.default_rng(0)
-    rows = {"x": rng.normal(size=(240, 12)).astype("float32")}
-    rows["y"] = rows["x"][:, :4] * 2
-
-    def wait(sample):
-        time.sleep(slow)
-        return sample
-
-    recipe = sw.Recipe(
-        model=Net,
-        loss=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
-        optimizer=optax.adamw(1e-3),
-        batch={
-            "x": jax.ShapeDtypeStruct((BATCH, 12), "float32"),
-            "y": jax.ShapeDtypeStruct((BATCH, 4), "float32"),
-        },
-        accumulate=accumulate,
-        ema=0.9,
-    )
-    return recipe, sw.data(rows, seed=7, transform=wait if slow else None), Net
-
-
-def train(directory):
-    import shardwise as sw
-
-    here = sw.distributed(timeout_seconds=10)
-    print(f"pid {here.index} {os.getpid()} {here.count}", flush=True)
-    recipe, data, make = recipe_and_data(slow=0.01)
-    sw.fit(
-        recipe,
-        sw.layout(make, sw.mesh("data=-1"), sw.fsdp("data", min_bytes=0)),
-        data,
-        steps=10**6,
-        checkpoints=sw.Checkpoints(directory, every=CHECKPOINTS),
-        logs=f"{directory}/logs",
-        log_every=1,
-        elastic=True,
-        copies_every=COPIES,
-    )
+SCRIPT = Path(__file__).parent.parent / "tests" / "scripts" / "elastic.py"
 
 
 class Run:
@@ -93,7 +34,7 @@ class Run:
     def __init__(self, directory, processes, log):
         command = [sys.executable, "-m", "shardwise", "launch", "-n", str(processes), "--elastic"]
         command += ["--devices", "1", "--as-hosts", "--back-after", "20", "--", sys.executable]
-        command += [__file__, "--train", str(directory)]
+        command += [str(SCRIPT), str(directory), "1000000", "0.01"]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -157,38 +98,11 @@ def kill(run, kills, silent, seed):
     return done
 
 
-def reference(segments, processes, last):
-    """Yields the loss of each step of a run in one process that was on the same meshes."""
-    import dataclasses
-
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", processes)
-    import shardwise as sw
-    from shardwise._elastic import scaled
-
-    recipe, data, make = recipe_and_data()
-    # Steps that were repeated count as they were the last time.
-    kept = []
-    for first, count in [(0, processes), *segments]:
-        kept = [(s, c) for s, c in kept if s < first] + [(first, count)]
-    state, steps = None, {}
-    for (first, count), after in zip(kept, [*(s for s, _ in kept[1:]), last], strict=True):
-        layout = sw.layout(make, sw.mesh(f"data={count}", on=f"cpu:{count}"),
-                           sw.fsdp("data", min_bytes=0))  # fmt: skip
-        if count not in steps:
-            fewer = scaled(recipe, layout, count, processes)
-            steps[count] = sw.train_step(dataclasses.replace(fewer), layout)
-        step = steps[count]
-        if state is None:
-            state = sw.train_state(recipe, layout)
-        else:
-            shardings = step.blueprint.shardings
-            state = jax.tree.map(jax.device_put, state, shardings)
-        batches = data.on(step.blueprint, position=first * BATCH)
-        for number in range(first + 1, after + 1):
-            state, metrics = step(state, next(batches))
-            yield number, float(metrics["loss"])
+def script():
+    spec = importlib.util.spec_from_file_location("elastic_script", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def verify(run, directory, processes):
@@ -198,8 +112,11 @@ def verify(run, directory, processes):
     last = max(losses)
     missing = set(range(1, last + 1)) - set(losses)
     assert not missing, f"steps without a loss: {sorted(missing)[:10]}"
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", processes)
     worst, first = 0.0, None
-    for number, loss in reference(run.segments, processes, last):
+    for number, loss in script().losses_on(run.segments, processes, last):
         difference = abs(losses[number] - loss) / abs(loss)
         if difference > RELATIVE and first is None:
             first = (number, losses[number], loss)
@@ -214,10 +131,7 @@ def main():
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--silent", type=float, default=0.1)
     parser.add_argument("--keep", action="store_true")
-    parser.add_argument("--train")
     args = parser.parse_args()
-    if args.train:
-        return train(args.train)
     directory = Path(tempfile.mkdtemp(prefix="elastic-"))
     load = os.getloadavg()
     run = Run(directory / "run", args.processes, directory / "log.txt")
@@ -233,6 +147,7 @@ def main():
     finally:
         run.process.kill()
     worst, last, first = verify(run, directory / "run", args.processes)
+    most = 2 * script().COPIES - 1
     memory = [steps for steps, source in run.repeated if source == "memory"]
     seconds = sorted(run.seconds)
     print(f"seed {args.seed}, {args.processes} processes, load at the start {load[0]:.1f}, "
@@ -242,13 +157,13 @@ def main():
           f"checkpoint {run.sources['checkpoint']}, from nothing {run.sources['nothing']}")  # fmt: skip
     print(f"meshes {[count for _, count in run.segments]}")
     print(f"{last} steps; losses differ by {worst:.1e} at most (relative) from the same in one process")
-    print(f"repeated steps from memory: {max(memory, default=0)} at most, {2 * COPIES - 1} promised")
+    print(f"repeated steps from memory: {max(memory, default=0)} at most, {most} promised")
     if seconds:
         middle = seconds[len(seconds) // 2]
         print(f"from a loss that was found to the next finished step: median {middle:.1f} s, "
               f"{seconds[-1]:.1f} s at most")  # fmt: skip
     broke = [f"loss of step {first}"] * (first is not None)
-    broke += ["repeated steps"] * (max(memory, default=0) > 2 * COPIES - 1)
+    broke += ["repeated steps"] * (max(memory, default=0) > most)
     print("held" if not broke else f"broke: {'; '.join(broke)}; {directory} is kept")
     if not (args.keep or broke):
         shutil.rmtree(directory)

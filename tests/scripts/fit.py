@@ -1,6 +1,6 @@
 """Trains a small model on all devices of all processes, once or, one after the other, often.
 
-`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow] [--timed] [--zero2] [--elastic]`
+`fit.py DIRECTORY MESH STEPS [DIRECTORY MESH STEPS …] [--slow] [--timed] [--zero2]`
 """
 
 import os
@@ -67,9 +67,6 @@ def train(directory, axes, steps):
     checkpoints = sw.Checkpoints(directory, every=5)
     if "--timed" in sys.argv:  # it is always late: who saves, and when, depends on no clock
         checkpoints = sw.Checkpoints(directory, keep=None, minutes=1e-9)
-    elastic = {}
-    if "--elastic" in sys.argv:
-        elastic = {"elastic": True, "copies_every": 2}
     rule = sw.zero2 if "--zero2" in sys.argv else sw.fsdp
     return sw.fit(
         recipe,
@@ -79,7 +76,6 @@ def train(directory, axes, steps):
         checkpoints=checkpoints,
         logs=f"{directory}/logs",
         log_every=1,
-        **elastic,
     )
 
 

@@ -54,8 +54,9 @@ def start(program, command, environment):
     forked.execute_and_exit()
 
 
-elastic = sys.argv.pop(2) if sys.argv[1] == "--elastic" and sys.argv.pop(1) else None
-processes, devices, *command = sys.argv[1:]
+given = sys.argv[1:]
+elastic = given[1] if given[0] == "--elastic" else None
+processes, devices, *command = given if elastic is None else given[2:]
 if elastic is not None:
     from shardwise._processes import launcher as module
     from shardwise._processes import supervisor
