@@ -16,7 +16,7 @@ from .._compile import step_machine
 from .._estimate import estimate
 from .._jax import is_in_host_memory
 from .._layout import Layout
-from .._mesh import AnyMesh, free_axis, show_mesh, with_devices
+from .._mesh import DATA_AXES, AnyMesh, free_axis, show_mesh, with_devices
 from .._nnx import Recipe
 from .._step import Blueprint, make_blueprint
 
@@ -65,8 +65,10 @@ def shrinking_axis(layout: Layout, processes: int) -> str:
     """
     mesh = layout.mesh
     axis = free_axis(mesh)
-    if axis is None:  # not made by `sw.mesh`
-        axis = next((a for a, size in mesh.shape.items() if size % processes == 0), "")
+    if axis is None:  # not made by `sw.mesh`, or of no devices that are here
+        named = [a for a in mesh.shape if a in DATA_AXES]
+        even = [a for a, size in mesh.shape.items() if size % processes == 0]
+        axis = next(iter([*named, *even]), "")
     if not axis:
         shown = show_mesh(mesh)
         free = ",".join(f"{a}={-1 if i == 0 else s}" for i, (a, s) in enumerate(mesh.shape.items()))

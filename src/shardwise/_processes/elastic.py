@@ -74,7 +74,8 @@ class Elastic:
         """Returns the processes of this round that others have named as lost."""
         found: set[int] = set()
         for path in self.folder.glob(f"lost-{self.round}-*"):
-            found.update(_read(path) or ())
+            # One that fails names itself: it is about to exit.
+            found.update({*(_read(path) or ())} - {int(path.name.rpartition("-")[2])})
         return found
 
 
