@@ -156,7 +156,9 @@ def main():
           f"started again {len(run.segments)} times: from memory {run.sources['memory']}, from a "
           f"checkpoint {run.sources['checkpoint']}, from nothing {run.sources['nothing']}")  # fmt: skip
     print(f"meshes {[count for _, count in run.segments]}")
-    print(f"{last} steps; losses differ by {worst:.1e} at most (relative) from the same in one process")
+    print(
+        f"{last} steps; losses differ by {worst:.1e} at most (relative) from the same in one process"
+    )
     print(f"repeated steps from memory: {max(memory, default=0)} at most, {most} promised")
     if seconds:
         middle = seconds[len(seconds) // 2]

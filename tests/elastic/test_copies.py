@@ -48,11 +48,9 @@ def blueprint_on(axes, count):
     return make_blueprint(RECIPE, sw.layout(Net, mesh, [*rules, sw.fsdp("data", min_bytes=0)]))
 
 
-def copies_on(blueprint, folder, round=0):
+def copies_on(blueprint, folder):
     said = []
-    copies = Copies(
-        blueprint, folder, run="a", round=round, coordinator=None, warn=said.append
-    )
+    copies = Copies(blueprint, folder, run="a", coordinator=None, warn=said.append)
     copies.said = said
     return copies
 
@@ -84,7 +82,7 @@ def taken(tmp_path):
 @pytest.mark.parametrize("axes, count", [("data=3", 3), ("data=2,model=2", 4), ("data=1", 1)])
 def test_restored_bit_for_bit_on_another_mesh(taken, axes, count, tmp_path):
     copies, state = taken
-    smaller = copies_on(blueprint_on(axes, count), tmp_path, round=1)
+    smaller = copies_on(blueprint_on(axes, count), tmp_path)
     found = smaller.newest()
     assert found.step == 8
     restored, position = smaller.restore(found)

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._elastic import require_sizes, scaled
+from shardwise._elastic import scaled
 from shardwise._mesh import free_axis
 
 
@@ -38,7 +38,7 @@ def test_the_rules_decide_anew_for_each_number():
     assert [s.recipe.accumulate for s in found] == [2, 2, 4]
     assert [s.layout.mesh.shape["data"] for s in found] == [3, 2, 1]
     assert [s.layout["kernel"].shard_bytes for s in found] == [768, 1152, 2304]
-    assert [s.problem for s in found] == [None] * 3
+    assert not found.findings
     for smaller in found:  # the parameters and two moments, two counts, and the step
         assert smaller.state_bytes == 3 * smaller.layout["kernel"].shard_bytes + 8
 
@@ -90,20 +90,14 @@ def test_accumulation_changes_no_loss():
 )
 def test_why_it_cannot_go_on(axes, rules, batch, capacity, processes, text):
     layout = layout_on(axes, rules=rules)
-    (found,) = sw.elastic_plan(
-        recipe_of(batch), layout, 4, sizes=[processes], capacity=capacity
-    )
+    plan = sw.elastic_plan(recipe_of(batch), layout, 4, sizes=[processes], capacity=capacity)
     if text is None:
-        return _ok(found)
-    assert found.problem.code == "SW701" and text in found.problem.message
-    assert text in str(found)
-    with pytest.raises(sw.LayoutError, match="SW701"):
-        require_sizes([found], processes, 4)
-
-
-def _ok(found):
-    assert found.problem is None
-    assert require_sizes([found], 2, 4) == [2, 4]
+        assert not plan.findings and plan.sizes == [processes, 4]
+        return
+    assert plan[0].problem.code == "SW701" and text in str(plan)
+    for least in (processes, None):
+        with pytest.raises(sw.LayoutError, match="SW701"):
+            plan.require(least)
 
 
 def test_a_batch_that_no_more_microbatches_divide():
@@ -114,10 +108,11 @@ def test_a_batch_that_no_more_microbatches_divide():
 
 def test_numbers_that_do_not_fit_are_left_out_unless_asked_for():
     found = sw.elastic_plan(recipe_of(32), layout_on("data=4"), 4)
-    assert require_sizes(found, None, 4) == [1, 2, 4]
-    assert require_sizes(found, 2, 4) == [1, 2, 4]
+    assert found.sizes == [1, 2, 4]
+    found.require(None)
+    found.require(2)
     with pytest.raises(sw.LayoutError, match="3 processes of 4"):
-        require_sizes(found, 3, 4)
+        found.require(3)
 
 
 def test_on_chips_the_peak_is_modelled_and_compared():

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,15 +91,25 @@ class Run:
         return found
 
     def assert_losses(self, processes, last):
-        """Every step is there, with the loss of a run that was on the same meshes."""
-        rows = map(json.loads, (self.directory / "logs/metrics.jsonl").read_text().splitlines())
-        found = {row["step"]: row["loss"] for row in rows}
-        wanted = dict(load("elastic").losses_on(self.segments(processes), processes, last))
-        assert sorted(found) == sorted(wanted)
-        steps = sorted(wanted)
-        np.testing.assert_allclose(
-            [found[n] for n in steps], [wanted[n] for n in steps], rtol=TOLERANCE
-        )
+        assert_losses(self.directory, self.segments(processes), processes, last)
+
+
+def assert_losses(directory, segments, processes, last):
+    """Every step is there, with the loss of a run that was on the same meshes."""
+    rows = map(json.loads, (directory / "logs/metrics.jsonl").read_text().splitlines())
+    found = {row["step"]: row["loss"] for row in rows}
+    wanted = dict(load("elastic").losses_on(segments, processes, last))
+    assert sorted(found) == sorted(wanted)
+    steps = sorted(wanted)
+    np.testing.assert_allclose(
+        [found[n] for n in steps], [wanted[n] for n in steps], rtol=TOLERANCE
+    )
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_four_that_lose_two_end_with_the_losses_that_they_would_have_had(tmp_path):
@@ -106,7 +118,9 @@ def test_four_that_lose_two_end_with_the_losses_that_they_would_have_had(tmp_pat
         run.send(signal.SIGKILL, 0)  # the coordinator
         run.until(r"process 0 was killed by SIGKILL; starting again with 3 of 4 processes")
         first = int(run.until(r"resumed from step (\d+) in memory")[1])
-        assert first >= 4  # steps 5 to 8 are repeated if the kill came before their copy was complete
+        assert (
+            first >= 4
+        )  # steps 5 to 8 are repeated if the kill came before their copy was complete
         seconds = float(run.until(r"step \d+ finished (\S+) s after the loss \(measured\)")[1])
         assert seconds < 60
         run.until(rf"step {first + 9}/40")
@@ -146,6 +160,55 @@ def test_one_killed_in_a_save_comes_back_and_the_run_grows_again(tmp_path):
         run.end(143)
         last = int(re.findall(r"stopped after step (\d+)", run.text)[-1])
     run.assert_losses(2, last)
+
+
+def tasks_of_slurm(count, directory, memory, port):
+    """Starts the tasks of a Slurm step, each on a host of its own."""
+    names = ("SHARDWISE_", "XLA_FLAGS", "JAX_", "SLURM_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+    common = {
+        "SLURM_JOB_ID": "4242",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(count),
+        "SLURM_STEP_NUM_TASKS": str(count),
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_NUM_CPU_DEVICES": "1",
+        "JAX_PLATFORMS": "cpu",
+        "SHARDWISE_ELASTIC_MOST": "2",
+    }
+    return [
+        Forked(
+            [sys.executable, str(SCRIPTS / "elastic.py"), str(directory), "30", "0.002"],
+            env=kept
+            | common
+            | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+            | {"SHARDWISE_COPIES": str(memory / f"host-{i}")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(count)
+    ]
+
+
+def test_slurm_starts_fewer_tasks_which_find_the_copies_of_the_host_that_is_left(tmp_path):
+    """What `examples/cluster/slurm_elastic.sh` does, with processes that stand for hosts."""
+    tasks = tasks_of_slurm(2, tmp_path / "run", tmp_path, free_port())
+    for line in tasks[0].stdout:
+        if "step 9/30" in line:
+            break
+    tasks[1].kill()
+    text, _ = tasks[0].communicate(timeout=60)
+    assert tasks[0].returncode == 75, text
+    tasks[1].communicate()
+    shutil.rmtree(tmp_path / "host-1")
+    (task,) = tasks_of_slurm(1, tmp_path / "run", tmp_path, free_port())
+    text, _ = task.communicate(timeout=60)
+    assert task.returncode == 0, text
+    assert "going on with 1 process of 2: accumulate=2 instead of 1" in text
+    first = int(re.search(r"resumed from step (\d+) in memory", text)[1])
+    assert first in (4, 8)
+    assert_losses(tmp_path / "run", [(first, 1)], 2, 30)
 
 
 @pytest.mark.parametrize(

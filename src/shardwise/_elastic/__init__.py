@@ -3,8 +3,8 @@
 from .copies import Copies as Copies
 from .copies import DamagedCopy as DamagedCopy
 from .copies import Found as Found
+from .plan import ElasticPlan as ElasticPlan
 from .plan import Smaller as Smaller
 from .plan import device_capacity as device_capacity
 from .plan import elastic_plan as elastic_plan
-from .plan import require_sizes as require_sizes
 from .plan import scaled as scaled

@@ -54,7 +54,6 @@ class Copies:
         blueprint: what is run.
         folder: where this host keeps copies; it outlives the processes.
         run: what is run, such as the directory of its checkpoints.
-        round: how often the run was started before.
         coordinator: the address of process 0.
         warn: prints a line.
     """
@@ -65,20 +64,22 @@ class Copies:
         folder: Path,
         *,
         run: str,
-        round: int,
         coordinator: str | None,
         warn: Callable[[str], None],
     ) -> None:
-        self.folder, self.round, self._warn = folder, round, warn
+        self.folder, self._warn = folder, warn
         self.me = jax.process_index()
         self._run = hashlib.sha256(run.encode()).hexdigest()[:12]
         self._blueprint = blueprint
         self._secret = exchange("sharing a secret", new_secret())[0]
         self._server = Server(folder, own_address(coordinator), self._secret)
-        mine = json.dumps([[pid_space(), str(folder)], self._server.address])
+        # Copies of the same step by other processes are other copies.
+        before = max((round for _, _, round, _ in self._files()), default=-1)
+        mine = json.dumps([[pid_space(), str(folder)], self._server.address, before])
         rows = [json.loads(row) for row in exchange("finding the hosts", mine)]
-        self._addresses = [(address[0], address[1]) for _, address in rows]
-        hosts = [tuple(host) for host, _ in rows]
+        self.round = 1 + max(before for _, _, before in rows)
+        self._addresses = [(address[0], address[1]) for _, address, _ in rows]
+        hosts = [tuple(host) for host, _, _ in rows]
         self.bundles = bundles_of(named_arrays(on_disk(blueprint.abstract)), hosts)
         self._writing: threading.Thread | None = None
         self._peers: dict[int, Peer] = {}
@@ -355,14 +356,12 @@ def _read(name: str, x: Any, pieces: list[_Stored]) -> jax.Array:
     """Returns an array in the shards of `x`, from the pieces of a copy."""
     dtype = jnp.dtype(x.dtype)
 
-    def region(index: tuple[slice, ...]) -> np.ndarray:
+    def region(index: Any) -> np.ndarray:
         box = box_of(index, x.shape)
         out = np.empty([stop - start for start, stop in box], dtype)
         filled = 0
         for piece in pieces:
-            common = [
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)
-            ]
+            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
             if any(start >= stop for start, stop in common):
                 continue
             to = tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(common, box, strict=True))

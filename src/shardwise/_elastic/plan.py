@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -43,9 +44,9 @@ class Smaller:
     problem: Finding | None
 
     def __str__(self) -> str:
-        """Returns it in one line."""
+        """Returns it in one line, or the problem."""
         if self.problem is not None:
-            return f"{count(self.processes, 'process', 'processes')}: no, {self.problem.message}"
+            return str(self.problem)
         assert self.layout is not None
         peak = (
             "" if self.peak_bytes is None else f", {show_bytes(self.peak_bytes)} at most (modelled)"
@@ -55,6 +56,59 @@ class Smaller:
             f"accumulate={self.recipe.accumulate}, {show_bytes(self.state_bytes)} of state on each "
             f"device (exact){peak}"
         )
+
+
+@public
+@dataclasses.dataclass(frozen=True)
+class ElasticPlan(Sequence[Smaller]):
+    """What a run is with each smaller number of processes. Returned by `sw.elastic_plan`.
+
+    Attributes:
+        processes: how many the run has when none is lost.
+        items: what it is with fewer.
+    """
+
+    processes: int
+    items: tuple[Smaller, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns one of them."""
+        return self.items[index]
+
+    def __len__(self) -> int:
+        """Returns how many numbers were planned for."""
+        return len(self.items)
+
+    @property
+    def findings(self) -> Findings:
+        """Why the run cannot go on with some of them."""
+        return Findings(tuple(s.problem for s in self.items if s.problem is not None))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of processes that the run can go on with."""
+        return sorted([*(s.processes for s in self.items if s.problem is None), self.processes])
+
+    def require(self, least: int | None) -> None:
+        """Raises if the run cannot go on with `least`, or, if that is None, with any fewer.
+
+        Raises:
+            LayoutError: it cannot.
+        """
+        if least is None:
+            problems = self.findings.items if len(self.sizes) == 1 else ()
+        else:
+            problems = tuple(
+                s.problem for s in self.items if s.processes == least and s.problem is not None
+            )
+        if problems:
+            raise LayoutError(Findings(problems))
+
+    def __str__(self) -> str:
+        """Returns a line for each, or its problem."""
+        return "\n".join(map(str, self.items))
+
+    __repr__ = __str__
 
 
 def shrinking_axis(layout: Layout, processes: int) -> str:
@@ -114,7 +168,7 @@ def elastic_plan(
     *,
     sizes: Sequence[int] | None = None,
     capacity: int | None = None,
-) -> list[Smaller]:
+) -> ElasticPlan:
     """Returns what a run would be with each smaller number of processes, the largest first.
 
     Args:
@@ -134,11 +188,11 @@ def elastic_plan(
         >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
         ...                    optimizer=optax.adam(0.1), batch=jax.ShapeDtypeStruct((32, 1024), "float32"))
         >>> layout = sw.layout(make, sw.mesh("data=4", on="none"), "fsdp")
-        >>> for smaller in sw.elastic_plan(recipe, layout, 4):
-        ...     print(smaller)
-        3 processes: no, batch of shape (32, 1024) cannot be split as P('data') on data=3: dim 0 (size 32) cannot be split 3 ways over axis 'data'; make the batch divisible, or give the recipe batch_spec=
+        >>> plan = sw.elastic_plan(recipe, layout, 4)
+        >>> plan.sizes, plan.findings[0].message[:65]
+        ([1, 2, 4], "batch of shape (32, 1024) cannot be split as P('data') on data=3:")
+        >>> print(plan[1])
         2 processes: data=2, accumulate=2, 6.0 MiB of state on each device (exact)
-        1 process: data=1, accumulate=4, 12.0 MiB of state on each device (exact)
     """
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes must be a positive integer, got {processes!r}")
@@ -148,7 +202,7 @@ def elastic_plan(
             f"processes cannot have equal parts of"
         )
     wanted = range(processes - 1, 0, -1) if sizes is None else sizes
-    return [*_plan(recipe, layout, processes, wanted, capacity)]
+    return ElasticPlan(processes, tuple(_plan(recipe, layout, processes, wanted, capacity)))
 
 
 def _plan(
@@ -188,23 +242,6 @@ def _plan(
 
 
 _HELP = "give the run a higher minimum of processes, or a layout that fits fewer of them"
-
-
-def require_sizes(found: list[Smaller], least: int | None, full: int) -> list[int]:
-    """Returns with how many processes the run can go on; with all of them, it can.
-
-    Raises:
-        LayoutError: it cannot with `least`, or with any fewer than it has.
-    """
-    good = [smaller.processes for smaller in found if smaller.problem is None]
-    problems = [smaller.problem for smaller in found if smaller.problem is not None]
-    if least is not None and least < full and least not in good:
-        worst = next(s.problem for s in found if s.processes == least)
-        assert worst is not None
-        raise LayoutError(Findings((worst,)))
-    if not good and problems:
-        raise LayoutError(Findings(tuple(problems)))
-    return sorted([*good, full])
 
 
 def device_capacity(mesh: Mesh) -> int | None:

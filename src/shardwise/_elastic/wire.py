@@ -46,7 +46,7 @@ class Server:
         self.folder, self._secret = folder, secret.encode()
         family = "AF_INET"
         self._listener = Listener((address, 0), family, _BACKLOG, authkey=self._secret)
-        self.address: tuple[str, int] = (address, self._listener.address[1])
+        self.address: tuple[str, int] = (address, int(self._listener.address[1]))
         self._closed = False
         threading.Thread(target=self._run, name="shardwise-copies", daemon=True).start()
 
@@ -103,7 +103,7 @@ class Peer:
     """A connection to the server of another process."""
 
     def __init__(self, address: tuple[str, int], secret: str) -> None:
-        self._connection = Client(tuple(address), "AF_INET", authkey=secret.encode())
+        self._connection = Client(address, "AF_INET", authkey=secret.encode())
 
     def put(self, path: Path) -> None:
         """Sends a file, and returns once it is kept."""

@@ -11,6 +11,7 @@ from .agree import require_same_parts as require_same_parts
 from .agree import together as together
 from .elastic import AGAIN_EXIT_CODE as AGAIN_EXIT_CODE
 from .elastic import COPIES as COPIES
+from .elastic import MOST as MOST
 from .elastic import Elastic as Elastic
 from .elastic import elastic_run as elastic_run
 from .joining import distributed as distributed

@@ -18,13 +18,12 @@ from .._elastic import (
     Found,
     device_capacity,
     elastic_plan,
-    require_sizes,
     scaled,
 )
 from .._layout import Layout
 from .._nnx import Recipe
 from .._place import require_mesh
-from .._processes import AGAIN_EXIT_CODE, COPIES, distributed_address, elastic_run, exchange
+from .._processes import AGAIN_EXIT_CODE, COPIES, MOST, distributed_address, elastic_run, exchange
 from .._step import Blueprint, TrainState
 from .stopping import Stopped
 
@@ -95,10 +94,15 @@ class Surviving:
         sizes = _worth_planning(self.full, least)
         capacity = device_capacity(require_mesh(layout))
         found = elastic_plan(recipe, layout, self.full, sizes=sizes, capacity=capacity)
-        good = require_sizes(found, least, self.full)
-        self.lines += [f"elastic: {smaller}" for smaller in found]
+        found.require(least if least != self.full else None)
+        self.lines += [
+            f"elastic: {smaller.processes} of {self.full} cannot go on: {smaller.problem.message}"
+            if smaller.problem
+            else f"elastic: {smaller}"
+            for smaller in found
+        ]
         if self.run is not None:
-            self.run.plan([size for size in good if size >= (least or 1)])
+            self.run.plan(found.sizes)
 
     def open_copies(self, blueprint: Blueprint, checkpoints: Checkpoints) -> None:
         """Prepares copies in memory, if they are wanted and have a place.
@@ -113,9 +117,7 @@ class Surviving:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         run = str(checkpoints.directory)
         where = distributed_address()
-        copies = Copies(
-            blueprint, folder, run=run, round=self.round, coordinator=where, warn=_warn
-        )
+        copies = Copies(blueprint, folder, run=run, coordinator=where, warn=_warn)
         missing = copies.room_missing()
         if missing:
             raise ValueError(
@@ -126,7 +128,9 @@ class Surviving:
                 )
             )
         self.copies = copies
-        kept = "two hosts" if copies.survives_a_host else "this host, where they outlive its processes"
+        kept = (
+            "two hosts" if copies.survives_a_host else "this host, where they outlive its processes"
+        )
         self.lines.append(
             f"copies in memory every {count(self._every, 'step')}, on {kept}: "
             f"{show_bytes(copies.bytes_here)} here (exact)"
@@ -147,15 +151,15 @@ class Surviving:
             problem = str(error)
         problems = [*filter(None, exchange("restoring from memory", problem))]
         if problems:
-            self.lines.append(f"the copy of step {found.step} in memory cannot be used: {problems[0]}")
+            self.lines.append(
+                f"the copy of step {found.step} in memory cannot be used: {problems[0]}"
+            )
             return None
         return restored
 
     def is_offered_more(self) -> bool:
         """Returns whether the launcher has more processes for this run."""
-        return (
-            self.run is not None and jax.process_index() == 0 and self.run.is_asked_to_grow()
-        )
+        return self.run is not None and jax.process_index() == 0 and self.run.is_asked_to_grow()
 
     def finished(self, step: int, metrics: Any) -> None:
         """Tells the launcher of the first step that these processes have finished."""
@@ -206,13 +210,16 @@ def surviving(
             + either("give fit checkpoints=", "give --checkpoints DIR")
         )
     if elastic is True:
-        if run is None:
+        if run is None and (most := os.environ.get(MOST, "")).isdecimal():
+            elastic = int(most)
+        elif run is None:
             raise ValueError(
                 f"elastic=True needs a launcher that starts the processes again, and this run of "
                 f"{count(here, 'process', 'processes')} has none: start it with shardwise launch "
                 f"--elastic -n N, or give elastic=N, the number of processes when none is lost"
             )
-        return Surviving(run.most, copies_every)
+        else:
+            return Surviving(run.most, copies_every)
     if not isinstance(elastic, int | np.integer) or elastic < max(here, 2):
         raise ValueError(
             f"elastic must be True, or the number of processes when none is lost, which is at least "
