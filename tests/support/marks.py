@@ -200,6 +200,7 @@ FAST = (
 # Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
 # whole pages.
 NOT_FAST = {
+    "elastic",
     "search",
     "checkpoint",
     "learn",
