@@ -1,13 +1,9 @@
-import contextlib
 import gc
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-import zlib
-from pathlib import Path
 
 # The compilers of absent chips are installed: without this, every process would look for chips.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -17,9 +13,9 @@ os.environ.setdefault("SHARDWISE_CACHE", tempfile.mkdtemp(prefix="shardwise-test
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
+import programs
 import pytest
 from forked import Forked
-from jax._src import compilation_cache, compilation_cache_interface
 from marks import marks_of
 
 from shardwise import _cli
@@ -39,39 +35,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # so that no test depends on whether another one started them
 
 
-class Compiled(compilation_cache_interface.CacheInterface):
-    """What was compiled, so that no program is compiled twice: by two tests, workers or runs.
-
-    One file for each program in `.jax_cache`, whole or not there at all. JAX's own cache of files
-    would be shared with processes that are killed while they write to it. Its keys have the program,
-    the flags and the versions; what no run has used for a week is removed.
-    """
-
-    def __init__(self, folder):
-        self.found, self.folder = {}, folder
-        folder.mkdir(exist_ok=True)
-        for file in folder.iterdir():
-            with contextlib.suppress(OSError):  # another worker was faster
-                if time.time() - file.stat().st_mtime > 7 * 24 * 3600:
-                    file.unlink()
-
-    def get(self, key):
-        if key not in self.found:
-            with contextlib.suppress(OSError):
-                file = self.folder / key
-                self.found[key] = zlib.decompress(file.read_bytes())
-                os.utime(file)
-        return self.found.get(key)
-
-    def put(self, key, value):
-        self.found[key] = value
-        partial = self.folder / f"{key}.{os.getpid()}"
-        partial.write_bytes(zlib.compress(value, 1))
-        partial.replace(self.folder / key)
-
-
-compilation_cache._cache = Compiled(Path(__file__).parents[1] / ".jax_cache")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+programs.remove_unused()
+programs.keep()
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would all processes
 # that they start: `shardwise launch` leaves it so, by intent, and forwards it no more.

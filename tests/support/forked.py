@@ -112,10 +112,12 @@ def import_everything():
     import numpy as np  # noqa: F401
     import optax  # noqa: F401
     import orbax.checkpoint  # noqa: F401
+    import programs
     from flax import nnx  # noqa: F401
 
     from shardwise import _cli, _public  # noqa: F401
 
+    programs.keep()
     gc.collect()
     gc.freeze()  # children do not scan, and copy, what was imported
 

@@ -1,0 +1,63 @@
+"""What XLA compiles for the CPU, kept: no program is compiled twice by two tests, processes or runs.
+
+JAX's keys have the program, the flags and the versions, so an entry cannot be out of date. The folder
+is the user's cache, so that a fresh clone begins with what another has compiled;
+SHARDWISE_TESTS_PROGRAMS names another one.
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import jax
+from jax._src import compilation_cache, compilation_cache_interface
+
+_WEEK = 7 * 24 * 3600
+
+
+class Programs(compilation_cache_interface.CacheInterface):
+    """One file for each program, whole or not there at all.
+
+    JAX's own cache of files would be shared with processes that are killed while they write to it.
+    """
+
+    def __init__(self, folder):
+        self.found, self.folder = {}, folder
+
+    def get(self, key):
+        if key not in self.found:
+            with contextlib.suppress(OSError):
+                file = self.folder / key
+                self.found[key] = file.read_bytes()
+                os.utime(file)
+        return self.found.get(key)
+
+    def put(self, key, value):
+        self.found[key] = value
+        partial = self.folder / f"{key}.{os.getpid()}"
+        partial.write_bytes(value)
+        partial.replace(self.folder / key)
+
+
+def folder():
+    """Returns the folder of programs, made where there is none."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    named = os.environ.get("SHARDWISE_TESTS_PROGRAMS")
+    found = Path(named or Path(home) / "shardwise-tests")
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def remove_unused():
+    """Removes what no run has used for a week."""
+    for file in folder().iterdir():
+        with contextlib.suppress(OSError):  # another worker was faster
+            if time.time() - file.stat().st_mtime > _WEEK:
+                file.unlink()
+
+
+def keep():
+    """Keeps what this process compiles, and uses what was kept."""
+    compilation_cache._cache = Programs(folder())
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
