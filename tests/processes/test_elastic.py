@@ -234,6 +234,22 @@ def test_an_error_of_the_program_ends_the_run(capfd):
     assert folder.name == "memory" and not folder.parent.exists()
 
 
+def test_what_a_killed_launcher_left_in_memory_is_removed_by_the_next():
+    code = "import os, time; print(os.environ['SHARDWISE_ELASTIC'], flush=True); time.sleep(60)"
+    command = "import sys; from shardwise._processes import launch_elastic as f; f(sys.argv[1:], 1)"
+    with Forked(
+        [sys.executable, "-c", command, sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        folder = Path(launcher.stdout.readline().split()[1])
+        launch_elastic([sys.executable, "-c", ""], 1)
+        assert folder.exists()  # its launcher is alive
+        launcher.kill()
+    launch_elastic([sys.executable, "-c", ""], 1)
+    assert not folder.exists()
+
+
 def test_losses_without_a_step_in_between_end_the_run(capfd):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert launch_elastic([sys.executable, "-c", code], 2, back_seconds=0) == 75

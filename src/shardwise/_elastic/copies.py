@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import show_bytes
+from .._check import LayoutError
 from .._checkpoint import array_rows, flight_check, in_memory, on_disk
 from .._mesh import show_mesh
 from .._place import own_mesh
@@ -49,6 +50,9 @@ class Found:
 
 class Copies:
     """Copies of a run's state in memory; all processes make and use them together.
+
+    Attributes:
+        incomplete: the newest step of which a part is lost, as `newest` has found.
 
     Args:
         blueprint: what is run.
@@ -84,6 +88,7 @@ class Copies:
         self._writing: threading.Thread | None = None
         self._peers: dict[int, Peer] = {}
         self._failed: Exception | None = None
+        self.incomplete: int | None = None
 
     @property
     def bytes_here(self) -> int:
@@ -153,7 +158,7 @@ class Copies:
         part = self._path(step, bundle).with_name(f".{self._path(step, bundle).name}")
         size = sum(piece.size for piece in bundle.pieces)
         with part.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full memory is an error here, not later
+            _reserve(file.fileno(), size)
             with mmap.mmap(file.fileno(), size) as memory:
                 whole, at = np.frombuffer(memory, "uint8"), 0
                 for piece in bundle.pieces:
@@ -223,6 +228,7 @@ class Copies:
         for (step, round), (places, needed) in sorted(found.items(), reverse=True):
             if needed and needed <= places.keys():
                 return Found(step, round, places)
+            self.incomplete = self.incomplete or step
         return None
 
     def restore(self, found: Found) -> tuple[TrainState, int]:
@@ -255,7 +261,9 @@ class Copies:
                 )
                 state = TrainState(arrays["step"], *parts)
                 return in_memory(state, blueprint), about["position"]
-        except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
+        except LayoutError:
+            raise
+        except (OSError, EOFError, KeyError, ValueError) as error:
             raise DamagedCopy(f"{type(error).__name__}: {error}") from error
 
     def _source(self, found: Found, name: str) -> _Local | _Remote:
@@ -331,6 +339,14 @@ def _complete(part: Path, bundle: Bundle, about: dict[str, Any]) -> None:
         header = json.dumps({**about, "pieces": rows}).encode()
         file.seek(0, os.SEEK_END)
         file.write(header + len(header).to_bytes(_FOOTER, "little"))
+
+
+def _reserve(file: int, size: int) -> None:
+    """Makes a file this large: where memory is full, that is an error here, and not later."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)
+    else:
+        os.truncate(file, size)
 
 
 def _host_shards(

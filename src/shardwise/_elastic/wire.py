@@ -26,7 +26,8 @@ def own_address(coordinator: str | None) -> str:
     """Returns the address under which the others reach this host: that of the way to process 0."""
     host = (coordinator or "127.0.0.1:0").rpartition(":")[0].strip("[]")
     with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)
+        family, kind, _, _, place = found[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])

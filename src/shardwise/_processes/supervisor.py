@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import shutil
@@ -16,6 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on Windows, where nothing else of this works either
+    fcntl = None
 
 from . import launcher
 from .elastic import AGAIN_EXIT_CODE, COPIES, Elastic
@@ -300,19 +304,27 @@ def _folder() -> Iterator[Path]:
     """Returns a new folder in memory, for this user alone, that lasts as long as the context."""
     shared = Path("/dev/shm")
     root = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    _sweep(root)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+    try:
+        with (folder / "owner").open("xb") as owner:
+            if fcntl is not None:
+                fcntl.flock(owner, fcntl.LOCK_EX)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if sys.exc_info()[0] is None and folder.exists():
+            print(f"shardwise: {folder} could not be removed", file=sys.stderr)
+
+
+def _sweep(root: Path) -> None:
+    """Removes what launchers of this user that were killed have left in memory."""
+    if fcntl is None:
+        return
     for old in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if old.is_symlink() or old.stat().st_uid != os.getuid():
                 continue
             with (old / "owner").open("rb") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(old, ignore_errors=True)  # its launcher was killed
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-    try:
-        with (folder / "owner").open("xb") as owner:
-            fcntl.flock(owner, fcntl.LOCK_EX)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if sys.exc_info()[0] is None and folder.exists():
-            print(f"shardwise: {folder} could not be removed", file=sys.stderr)
+                shutil.rmtree(old, ignore_errors=True)

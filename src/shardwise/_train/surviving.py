@@ -139,6 +139,9 @@ class Surviving:
     def newest(self, saved: int | None) -> Found | None:
         """Returns the newest copy in memory, unless a checkpoint is newer."""
         found = self.copies.newest() if self.copies is not None else None
+        lost = self.copies.incomplete if self.copies is not None else None
+        if lost is not None and lost > max(saved or 0, found.step if found is not None else 0):
+            self.lines.append(f"the copy in memory of step {lost} is not complete")
         return None if found is None or (saved is not None and saved > found.step) else found
 
     def restore(self, found: Found) -> tuple[TrainState, int] | None:
