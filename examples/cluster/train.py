@@ -2,9 +2,13 @@
 
 python examples/cluster/train.py                                  one process
 shardwise launch -n 2 --devices 4 -- python examples/cluster/train.py
+shardwise launch -n 4 --elastic --devices 2 -- python examples/cluster/train.py
 sbatch examples/cluster/slurm.sh
+sbatch examples/cluster/slurm_elastic.sh
 kubectl apply -f examples/cluster/jobset.yaml
 """
+
+import os
 
 import jax
 import numpy as np
@@ -27,7 +31,10 @@ def main():
     layout = sw.layout(decoder.make, sw.mesh("data=-1"), "fsdp")
     # A directory shared by all processes: an interrupted run resumes from its newest checkpoint.
     checkpoints = sw.Checkpoints("runs/a", every=100)
-    sw.fit(recipe, layout, sw.data(tokens, length=128), steps=1000, checkpoints=checkpoints)
+    # Whether whatever starts the processes starts them again, and as many as are left.
+    elastic = "SHARDWISE_ELASTIC_MOST" in os.environ
+    data = sw.data(tokens, length=128)
+    sw.fit(recipe, layout, data, steps=1000, checkpoints=checkpoints, elastic=elastic)
 
 
 if __name__ == "__main__":

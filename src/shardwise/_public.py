@@ -16,6 +16,9 @@ from ._compile import assert_budget as assert_budget
 from ._compile import compile as compile
 from ._compile import diff as diff
 from ._compile import load_compiled as load_compiled
+from ._elastic import ElasticPlan as ElasticPlan
+from ._elastic import Smaller as Smaller
+from ._elastic import elastic_plan as elastic_plan
 from ._estimate import Estimate as Estimate
 from ._estimate import estimate as estimate
 from ._layout import Layout as Layout

@@ -115,6 +115,18 @@ def weights(saved, wanted, *, damage=None, **options):
     return [dataclasses.replace(f, path=f.path.removeprefix(f"{path}/")) for f in found.findings]
 
 
+def fewer(make, batch):
+    """Returns why a run on four processes cannot go on with three."""
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: model(x).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((batch, 12), "float32"),
+    )
+    layout = sw.layout(make, sw.mesh("data=4", on="none"), "fsdp")
+    return sw.elastic_plan(recipe, layout, 4, sizes=[3]).findings
+
+
 def shorten(path):
     """Cuts off the last bytes of a file."""
     os.truncate(path / "model.safetensors", 200)
@@ -217,6 +229,7 @@ def test_page_runs(code):
             "print(checkpoints.preflight(",
             "print(sw.compile(",
             "print(sw.check_weights(",
+            "print(sw.elastic_plan(",
         )
     )
     assert "\nassert " in instead
@@ -483,6 +496,13 @@ POSITIVE = {
         "the index names this file for 1 tensor, such as kernel, but it is not there",
         "copy the whole folder, or download the missing files",
     ),
+    "SW701": (
+        lambda: fewer(linear(12, 16), 32),
+        "3 processes of 4",
+        "batch of shape (32, 12) cannot be split as P('data') on data=3: dim 0 (size 32) cannot be "
+        "split 3 ways over axis 'data'; make the batch divisible, or give the recipe batch_spec=",
+        "give the run a higher minimum of processes, or a layout that fits fewer of them",
+    ),
 }
 
 # Close to the positive case, but without any finding.
@@ -528,6 +548,7 @@ NEGATIVE = {
     "SW606": lambda: weights(linear(param_dtype="bfloat16"), linear()),
     "SW607": lambda: weights(linear(), linear()),
     "SW608": lambda: weights(linear(bias=True), linear(bias=True), saving={"max_file_bytes": 1}),
+    "SW701": lambda: fewer(linear(12, 16), 24),
 }
 
 

@@ -1,5 +1,7 @@
 """Runs launcher.py like `shardwise launch`: processes, devices (0: unchanged), command.
 
+With `--elastic SECONDS` in front, like `shardwise launch --elastic --as-hosts --back-after SECONDS`.
+
 If this process was forked with everything imported (`forked.py`), so are those of the command.
 """
 
@@ -33,7 +35,7 @@ class Child:
 
 
 def start(program, command, environment):
-    """As `launcher._start`, by a fork."""
+    """As `launcher.start`, by a fork."""
     end_with_parent = module._end_with_parent()
     out, err = os.pipe(), os.pipe()
     pid = forked.fork()
@@ -52,10 +54,25 @@ def start(program, command, environment):
     forked.execute_and_exit()
 
 
-processes, devices, *command = sys.argv[1:]
+given = sys.argv[1:]
+elastic = given[1] if given[0] == "--elastic" else None
+processes, devices, *command = given if elastic is None else given[2:]
+if elastic is not None:
+    from shardwise._processes import launcher as module
+    from shardwise._processes import supervisor
 if "jax" in sys.modules and command[0] == sys.executable:
     sys.path.insert(0, str(HERE.parents[1] / "support"))
     import forked
 
-    module._start = start
-sys.exit(module.launch(command, int(processes), int(devices) or None))
+    module.start = start
+if elastic is None:
+    sys.exit(module.launch(command, int(processes), int(devices) or None))
+sys.exit(
+    supervisor.launch_elastic(
+        command,
+        int(processes),
+        int(devices) or None,
+        back_seconds=float(elastic),
+        as_hosts=True,
+    )
+)

@@ -51,6 +51,7 @@ ONCE = {
         "test_inconsistent_environments_are_refused",
     ),
     "weights/test_weights_processes.py": (),
+    "processes/test_elastic.py": ("test_wrong_inputs",),
     "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
     "report/test_report.py": ("test_the_command",),
 }
@@ -199,6 +200,7 @@ FAST = (
 # Rooms of which nothing is cheap: they compile, write to disks, start processes or a browser, or run
 # whole pages.
 NOT_FAST = {
+    "elastic",
     "search",
     "checkpoint",
     "learn",

@@ -54,6 +54,7 @@ CODES: dict[str, tuple[str, str]] = {
     "SW606": ("lossy-cast", WARNING),
     "SW607": ("damaged-weights-file", ERROR),
     "SW608": ("missing-weights-file", ERROR),
+    "SW701": ("cannot-go-on", ERROR),
 }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import jax
@@ -49,6 +49,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     treedef: Any
     dead_patterns: tuple[tuple[str, str], ...] = ()
+    _make: Callable[[AnyMesh], Layout] | None = None
 
     def __getitem__(self, path: str) -> Leaf:
         """Returns the leaf at a dotted path.
@@ -102,6 +103,24 @@ class Layout:
         sizes = _sizes(mesh)
         leaves = tuple(dataclasses.replace(leaf, sizes=sizes) for leaf in self.leaves)
         return dataclasses.replace(self, mesh=mesh, leaves=leaves)
+
+    def made_on(self, mesh: AnyMesh) -> Layout:
+        """Returns what the same rules decide on another mesh, such as a smaller one.
+
+        Unlike `on`, which keeps the specs: a rule may split another dim there, or none. A layout
+        from a lockfile, or of a module that exists already, keeps its specs.
+
+        Example:
+            >>> import shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(12, 16, use_bias=False, rngs=nnx.Rngs(0))
+            >>> rule = sw.fsdp("data", min_bytes=0)
+            >>> layout = sw.layout(make, sw.mesh("data=4", on="none"), rule)
+            >>> smaller = layout.made_on(sw.mesh("data=3", on="none"))
+            >>> layout["kernel"].spec, smaller["kernel"].spec
+            (P(None, 'data'), P('data',))
+        """
+        return self.on(mesh) if self._make is None else self._make(mesh)
 
     def explain(self, path: str) -> str:
         """Returns which rule decided a leaf's spec, why, and what else was considered."""
@@ -335,7 +354,13 @@ def layout(
     named = [("annotation", from_annotations(abstract, logical)), *flatten_rules(rules, sizes)]
     leaves = _decide(named, leaves, scene)
     treedef = jax.tree.structure(abstract.state)
-    return Layout(mesh, tuple(leaves), treedef, _dead_patterns(named, leaves))
+
+    def again(mesh: AnyMesh) -> Layout:
+        return layout(model, mesh, rules, logical=logical, inputs=inputs, method=method)
+
+    # A module is not kept for that: its arrays would stay in memory with the layout.
+    make = None if isinstance(model, nnx.Module) else again
+    return Layout(mesh, tuple(leaves), treedef, _dead_patterns(named, leaves), make)
 
 
 @public

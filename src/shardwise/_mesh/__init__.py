@@ -5,9 +5,11 @@ from .meshes import SEQUENCE_AXES as SEQUENCE_AXES
 from .meshes import STAGES as STAGES
 from .meshes import AnyMesh as AnyMesh
 from .meshes import chips_of as chips_of
+from .meshes import free_axis as free_axis
 from .meshes import mesh as mesh
 from .meshes import mesh_types as mesh_types
 from .meshes import show_mesh as show_mesh
+from .meshes import with_devices as with_devices
 from .spec import Axes as Axes
 from .spec import Fault as Fault
 from .spec import closest_axis as closest_axis

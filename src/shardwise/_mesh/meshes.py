@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ DATA_AXES = ("replica", "data", "dp", "batch", "fsdp")
 SEQUENCE_AXES = ("sequence",)
 # The logical name that a step maps to the axis over which its layout splits stacks of layers.
 STAGES = "stages"
+# JAX keeps one mesh for each set of devices and axes: made in both ways, its axis counts as free.
+_FREE: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()
 
 
 @public
@@ -70,15 +73,44 @@ def mesh(
         return AbstractMesh(
             tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=chips
         )
+    free = next((axis for axis, size in sizes.items() if size == -1), "")
     devices, have = _devices(on)
     sizes = _fit(sizes, len(devices), have, devices)
     _require_each_process(devices)
     shape, names = tuple(sizes.values()), tuple(sizes)
     try:
-        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+        made = jax.make_mesh(shape, names, axis_types=types, devices=devices)
     except NotImplementedError:  # no product of torus axes gives these sizes: split a torus axis
         ordered = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(ordered, names, axis_types=types)
+        made = Mesh(ordered, names, axis_types=types)
+    _FREE[made] = free or _FREE.get(made, "")
+    return made
+
+
+def free_axis(mesh: AnyMesh) -> str | None:
+    """Returns the axis of a mesh from `sw.mesh` whose size was inferred from the devices.
+
+    An empty text if every size was given, and None if the mesh was not made by `sw.mesh`.
+    """
+    return _FREE.get(mesh) if isinstance(mesh, Mesh) else None
+
+
+def with_devices(
+    mesh: AnyMesh, axis: str, devices: int, chips: Chips | None = None
+) -> AbstractMesh:
+    """Returns a mesh with another number of devices, of which an axis takes what others leave.
+
+    Raises:
+        ValueError: they are no multiple of the sizes of the other axes.
+    """
+    rest = mesh.size // mesh.shape[axis]
+    if devices % rest:
+        others = _show({a: s for a, s in mesh.shape.items() if a != axis})
+        raise ValueError(f"{devices} devices are no multiple of {rest} ({others})")
+    sizes = {**mesh.shape, axis: devices // rest}
+    return AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=mesh.axis_types, abstract_device=chips
+    )
 
 
 def show_mesh(mesh: AnyMesh) -> str:

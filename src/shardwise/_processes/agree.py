@@ -24,6 +24,7 @@ from .peer_watch import WATCHES
 
 _Error = TypeVar("_Error", bound=Exception)
 _ROUNDS = itertools.count()
+_POSTED: dict[str, str] = {}
 _POLL_MILLISECONDS = 500
 # How long a file system may take to show all processes the same directory.
 _STALE_SECONDS = 30.0
@@ -74,6 +75,30 @@ def exchange(topic: str, value: str) -> list[str]:
                 )
             found.append(received)
     return found
+
+
+def post(topic: str, value: str) -> None:
+    """Makes a value of this process known to the others, in place of the one before it."""
+    if _count() > 1:
+        key = f"shardwise/post/{topic}/{distributed_state().process_id}"
+        _store().key_value_set(key, value, True)
+    else:
+        _POSTED[topic] = value
+
+
+def posted(topic: str) -> dict[int, str]:
+    """Returns what each process has posted last, without waiting for those that have not.
+
+    Example:
+        >>> from shardwise._processes import post, posted
+        >>> post("weather", "fine")
+        >>> posted("weather")
+        {0: 'fine'}
+    """
+    if _count() == 1:
+        return {0: _POSTED[topic]} if topic in _POSTED else {}
+    rows = _store().key_value_dir_get(f"shardwise/post/{topic}/")
+    return {int(key.rpartition("/")[2]): value for key, value in rows}
 
 
 @contextlib.contextmanager

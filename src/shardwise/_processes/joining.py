@@ -90,6 +90,11 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
     return watch.processes
 
 
+def distributed_address() -> str | None:
+    """Returns the address of process 0; None if there is one process."""
+    return distributed_state().coordinator_address if jax.distributed.is_initialized() else None
+
+
 def _launched() -> Processes:
     """Returns this process as `shardwise launch` set it up, and configures its devices."""
     present = [name for name in _REQUIRED if name in os.environ]

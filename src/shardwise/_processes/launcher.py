@@ -30,7 +30,7 @@ _CONSEQUENCES = (75, -signal.SIGABRT)
 _NOISE = b"[Gloo] Rank "
 _PROGRESS_SECONDS = 10.0
 _LONGEST_LINE = 1 << 20
-_POLL_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 def launch(command: Sequence[str], processes: int, devices: int | None = None) -> int:
@@ -59,38 +59,32 @@ def launch(command: Sequence[str], processes: int, devices: int | None = None) -
         >>> launch([sys.executable, "-c", "import os; os.environ['SHARDWISE_PROCESS']"], 2)
         0
     """
-    program = _require_program(command)
-    _require_count("processes", processes)
+    program = require_program(command)
+    require_count("processes", processes)
     if devices is not None:
-        _require_count("devices", devices)
+        require_count("devices", devices)
     asked: list[int] = []
-    output = _Output()
+    output = Output()
     children: list[subprocess.Popen[bytes]] = []
     pumps: list[threading.Thread] = []
-    with _signals_noted(asked):
+    with signals_noted(asked):
         try:
-            place = {"SHARDWISE_COORDINATOR": f"127.0.0.1:{_free_port()}"}
+            place = {"SHARDWISE_COORDINATOR": f"127.0.0.1:{free_port()}"}
             for index in range(processes):
-                child = _start(program, command, _environment(place, index, processes, devices))
+                child = start(program, command, environment_of(place, index, processes, devices))
                 children.append(child)
             # Only now: none of our threads may run while a child is being forked.
-            pumps += [
-                threading.Thread(target=output.pump, args=(index, pipe, into), daemon=True)
-                for index, child in enumerate(children)
-                for pipe, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
-            ]
-            for pump in pumps:
-                pump.start()
+            pumps += started_pumps(children, output)
             return _wait(children, asked, output)
         finally:
             for child in children:
-                _end(child)
+                end(child)
             for pump in pumps:
                 # A grandchild in its own session may keep the pipe open forever.
                 pump.join(timeout=2)
 
 
-def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Output) -> int:
+def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: Output) -> int:
     """Waits until all children have exited or time is up, and returns the exit code of the run."""
     code, ends, deadline = 0, 0, float("inf")
     received: set[int] = set()
@@ -98,14 +92,14 @@ def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Ou
     while running and time.monotonic() < deadline:
         while asked:
             number = signal.Signals(asked.pop(0))
-            _signal_all(running.values(), number)
+            signal_all(running.values(), number)
             received.add(number)
             ends += number in (signal.SIGINT, signal.SIGTERM)
             if ends > 1 and not code:
                 # JAX treats SIGTERM as a preemption notice: it need not end the process.
                 code = 128 + number
                 output.say(f"received a second {number.name}; terminating all processes")
-        ended = {i: _end(child) for i, child in running.items() if _has_ended(child)}
+        ended = {i: end(child) for i, child in running.items() if has_ended(child)}
         running = {i: child for i, child in running.items() if i not in ended}
         failed = {i: status for i, status in ended.items() if status}
         if failed and not code:
@@ -116,13 +110,13 @@ def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Ou
             if code - 128 in received:  # it did as it was asked, which is not a failure
                 output.say(f"stopped by {signal.Signals(code - 128).name}")
             else:
-                output.say(f"process {index} {_how(status)}{_others(len(running))}")
+                output.say(f"process {index} {how(status)}{_others(len(running))}")
         elif output.closed and not code:
             code = 128 + signal.SIGPIPE
         if code and deadline == float("inf"):
-            _signal_all(running.values(), signal.SIGTERM)
+            signal_all(running.values(), signal.SIGTERM)
             deadline = time.monotonic() + GRACE_SECONDS
-        time.sleep(_POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     if running:
         names = ", ".join(map(str, running))
         noun = "process" if len(running) == 1 else "processes"
@@ -132,7 +126,7 @@ def _wait(children: list[subprocess.Popen[bytes]], asked: list[int], output: _Ou
     return code
 
 
-def _how(status: int) -> str:
+def how(status: int) -> str:
     if status > 0:
         return f"exited with code {status}"
     try:
@@ -141,11 +135,25 @@ def _how(status: int) -> str:
         return f"was killed by signal {-status}"
 
 
+def started_pumps(
+    children: Sequence[subprocess.Popen[bytes]], output: Output
+) -> list[threading.Thread]:
+    """Returns the threads that forward what the children write."""
+    pumps = [
+        threading.Thread(target=output.pump, args=(index, pipe, into), daemon=True)
+        for index, child in enumerate(children)
+        for pipe, into in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+    ]
+    for pump in pumps:
+        pump.start()
+    return pumps
+
+
 def _others(count: int) -> str:
     return "" if not count else "; terminating the other" + (f" {count}" if count > 1 else "")
 
 
-def _require_program(command: Sequence[str]) -> str:
+def require_program(command: Sequence[str]) -> str:
     if isinstance(command, str) or not command:
         raise ValueError(
             f"the command must be a non-empty list of a program and its arguments, got "
@@ -160,18 +168,18 @@ def _require_program(command: Sequence[str]) -> str:
     return program
 
 
-def _require_count(name: str, value: int) -> None:
+def require_count(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"the number of {name} must be a positive integer, got {value!r}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _environment(
+def environment_of(
     place: dict[str, str], index: int, processes: int, devices: int | None
 ) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
@@ -181,7 +189,7 @@ def _environment(
     return inherited | place | own | {"PYTHONUNBUFFERED": "1"}
 
 
-def _start(
+def start(
     program: str, command: Sequence[str], environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     try:
@@ -225,7 +233,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 
 @contextlib.contextmanager
-def _signals_noted(asked: list[int]) -> Iterator[None]:
+def signals_noted(asked: list[int]) -> Iterator[None]:
     """Appends signals to forward to `asked`; those that are ignored (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -239,7 +247,7 @@ def _signals_noted(asked: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _signal_all(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def signal_all(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
     for child in children:
         _signal_group(child, number)
 
@@ -249,19 +257,19 @@ def _signal_group(child: subprocess.Popen[bytes], number: signal.Signals) -> Non
         os.killpg(child.pid, number)
 
 
-def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+def has_ended(child: subprocess.Popen[bytes]) -> bool:
     # Left unreaped, so that its pid, which is also its process group, cannot be reused.
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-def _end(child: subprocess.Popen[bytes]) -> int:
+def end(child: subprocess.Popen[bytes]) -> int:
     """Kills a child and its process group if it is still running, and returns its status."""
     if child.returncode is None:
         _signal_group(child, signal.SIGKILL)
     return child.wait()
 
 
-class _Output:
+class Output:
     """Forwards the output of all processes, line by line, prefixed with their indices."""
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ import jax
 
 from .._base import visible
 from .._jax import distributed_state
+from .elastic import AGAIN_EXIT_CODE, tell_lost
 from .peers import Processes, is_dead, pid_space
 
 LOST_EXIT_CODE = 75
@@ -153,6 +154,7 @@ class PeerWatch:
         """Publishes the loss to all other processes, and returns a message that names it."""
         self._raised, self._loss = True, loss
         self._publish(loss)
+        tell_lost(self.processes.index, loss.lost)
         return self._message(loss, during, error)
 
     def _message(self, loss: Loss, during: str = "", error: str = "", *, ask: bool = True) -> str:
@@ -258,6 +260,7 @@ class PeerWatch:
         if not self._named:
             os.write(2, visible(text).encode())
             self._named, self._loss = True, loss
+            tell_lost(self.processes.index, loss.lost)
         if locked:
             self._naming.release()
 
@@ -398,7 +401,7 @@ def _note_exits(watch: PeerWatch) -> None:
 
 
 # A run that a signal stopped ended normally, on all processes at once.
-_ENDED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_ENDED = (0, AGAIN_EXIT_CODE, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def _exit_code(status: Any) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from .fingerprint import program_parts, require_same_run, require_same_step, run
 from .progress import RunLog, expected, require_logs
 from .replicas import Replicas, ReplicasDiffer
 from .stopping import Agreement, Stopped, Stopping
+from .surviving import Again, Surviving, surviving
 from .train import Step, begin, given_arrays, train_step
 
 _PROFILED_STEPS = 5
@@ -60,6 +62,8 @@ def fit(
     show: bool = True,
     model: Any = None,
     donate: bool = False,
+    elastic: bool | int = False,
+    copies_every: int | None = 50,
 ) -> TrainState:
     """Returns the state after `steps` steps.
 
@@ -85,8 +89,15 @@ def fit(
             own, but those that `Checkpoints(trained_only=True)` did not save.
         donate: whether the arrays of `model` are used up instead of copied, as `sw.train_state` does;
             without it, they stay in memory as long as you keep them.
+        elastic: whether the run goes on with fewer processes when it loses some, under
+            `shardwise launch --elastic`; elsewhere, the number of processes when none is lost. With
+            fewer, the batch stays the same: `recipe.accumulate` grows. Needs `checkpoints`, and a
+            mesh with an axis of size -1.
+        copies_every: how often an elastic run copies its state to the memory of two hosts, in
+            steps; None makes no copies.
 
     Raises:
+        LayoutError: an elastic run cannot go on with fewer processes.
         ProcessesDiffer: a process runs a different program, or has different data or checkpoints.
         ReplicasDiffer: devices hold different values of a replicated array.
         NotFinite: the loss became NaN or infinite; the last checkpoint is from before that.
@@ -107,8 +118,9 @@ def fit(
         >>> int(state.step)
         10
     """
+    going = surviving(elastic, copies_every, checkpoints)
     return fit_with(
-        lambda: train_step(recipe, layout),
+        lambda: train_step(going.recipe_for(recipe, layout) if going else recipe, layout),
         data,
         steps=steps,
         checkpoints=checkpoints,
@@ -122,6 +134,7 @@ def fit(
         show=show,
         model=model,
         donate=donate,
+        going=going,
     )
 
 
@@ -141,6 +154,7 @@ def fit_with(
     show: bool = True,
     model: Any = None,
     donate: bool = False,
+    going: Surviving | None = None,
 ) -> TrainState:
     """Does what `fit` does, with a step that several runs may share: it is compiled once."""
     _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
@@ -160,10 +174,12 @@ def fit_with(
             "resume": resume,
             "evaluate": evaluate_every and (evaluate_every, evaluate_batches),
             "model": model is not None,
+            "elastic": going and going.arguments(),
         }
         parts = run_parts(blueprint, data, evaluate, arguments)
     require_same_run(parts)
     saved = agreed_steps(checkpoints) if checkpoints is not None else []
+    resume = resume or (going is not None and going.round > 0)
     if checkpoints is not None and saved and not resume:
         raise ValueError(
             f"resume=False starts a new run, but {checkpoints.directory} already has checkpoints up "
@@ -179,23 +195,9 @@ def fit_with(
             bounds = index_bounds(traced, len(jax.tree.leaves(blueprint.batch)))
             programs = program_parts(blueprint, traced, given)
         require_same_run(programs)
-        if checkpoints is not None and saved:
-            newest = saved[-1]
-            # Check the metadata first: reading waits for all processes, even for one that failed.
-            with together(f"checking step {newest}"):
-                about = checkpoints.about(newest)
-                flight_check(blueprint, about).findings.raise_if_errors()
-            require_same_step(newest, about)
-            with (
-                together(f"restoring step {newest}"),
-                working(f"restoring step {newest}", show=shown),
-            ):
-                state = checkpoints.restore_onto(blueprint, step=newest, given=given)
-                position = about["position"]
-        else:
-            doing = "initialising the model in its shards"
-            with together(doing), working(doing, show=shown):
-                state, position = begin(blueprint, given, donate=donate), 0
+        state, position, source = _first_state(
+            blueprint, given, checkpoints, saved, going, shown, donate
+        )
         first = int(state.step)
         saver = _Saver(blueprint, checkpoints, state)
         evaluator = (
@@ -215,11 +217,16 @@ def fit_with(
         place = folder or (checkpoints.directory if checkpoints else Path.cwd())
         tracer = _Profile(place, watch.warn)
 
-    with own_mesh(mesh), Stopping(mesh) as stop, watch:
-        if saved:
+    offered = going.is_offered_more if going else lambda: False
+    with own_mesh(mesh), Stopping(mesh, offered) as stop, watch:
+        for line in going.lines if going else ():
+            watch.say(line)
+        if source:
             ignored = given is not None and checkpoints and not checkpoints.trained_only
             also = "; model= is ignored" if ignored else ""
-            watch.say(f"resumed from step {first} in {saver.place}{also}")
+            watch.say(f"resumed from step {first} in {source}{also}")
+        elif going and going.round:
+            watch.say("nothing was saved yet: the run begins again")
         if first >= steps:
             watch.say(f"nothing to do: the run already has {first} of {steps} steps")
             return state
@@ -234,6 +241,8 @@ def fit_with(
                     state, metrics = step(state, _next(batches, number, steps))
                     tracer.after(number, metrics)
                     watch.add(number, metrics)
+                    if going:
+                        going.finished(number, metrics)
                     asked = stop.asked()
                     if evaluate_every and evaluator and number % evaluate_every == 0:
                         with watch.pause():
@@ -246,10 +255,20 @@ def fit_with(
                     if due:
                         with watch.pause():
                             saver.save(number, state, batches.position)
+                    if going and going.copies and going.copy_is_due(number):
+                        watch.catch_up()  # these steps are not repeated, so their metrics must be written
+                        with watch.pause():
+                            going.copies.take(number, state, batches.position)
                     if asked:
                         saver.wait()
                         watch.say(f"stopped after step {number}, {saver.outcome}")
+                        if going and going.is_started_again() and not stop.noted:
+                            raise Again(number)  # another process was asked, and only that one
                         raise Stopped(number, asked)
+                    if due and stop.grows and number < steps:
+                        saver.wait()
+                        watch.say(f"{saver.outcome} at step {number}, to go on with more processes")
+                        raise Again(number)
             saver.wait()
         except NotFinite as error:
             raise saver.at_last_good(NotFinite, saver.not_finite() or error) from None
@@ -268,9 +287,50 @@ def fit_with(
             raise
         finally:
             tracer.close()
+            if going and sys.exc_info()[0] is None:
+                going.close()
         if stop.noted:  # the signal arrived while the last step was saved
             raise Stopped(steps, stop.noted)
     return state
+
+
+def _first_state(
+    blueprint: Blueprint,
+    given: Mapping[str, Any] | None,
+    checkpoints: Checkpoints | None,
+    saved: Sequence[int],
+    going: Surviving | None,
+    shown: bool,
+    donate: bool,
+) -> tuple[TrainState, int, str]:
+    """Returns the state to begin with, its position in the data, and where it is from, if anywhere.
+
+    That is a copy in memory, if it is not older than the newest checkpoint.
+    """
+    if going is not None and checkpoints is not None:
+        with together("preparing copies in memory"):
+            going.open_copies(blueprint, checkpoints)
+        found = going.newest(saved[-1] if saved else None)
+        if found is not None:
+            doing = f"restoring step {found.step} from memory"
+            with together(doing), working(doing, show=shown):
+                restored = going.restore(found)
+            if restored is not None:
+                return *restored, "memory"
+    if checkpoints is not None and saved:
+        newest = saved[-1]
+        # Check the metadata first: reading waits for all processes, even for one that failed.
+        with together(f"checking step {newest}"):
+            about = checkpoints.about(newest)
+            flight_check(blueprint, about).findings.raise_if_errors()
+        require_same_step(newest, about)
+        doing = f"restoring step {newest}"
+        with together(doing), working(doing, show=shown):
+            state = checkpoints.restore_onto(blueprint, step=newest, given=given)
+            return state, about["position"], str(checkpoints.directory)
+    doing = "initialising the model in its shards"
+    with together(doing), working(doing, show=shown):
+        return begin(blueprint, given, donate=donate), 0, ""
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -46,11 +47,14 @@ class Stopping:
 
     Attributes:
         profile: whether a profile was requested; the reader resets it.
+        grows: whether more processes are offered, to go on with after the next checkpoint.
     """
 
-    def __init__(self, mesh: Mesh):
-        """Installs no handlers yet."""
+    def __init__(self, mesh: Mesh, offered: Callable[[], bool] = lambda: False):
+        """Installs no handlers yet; `offered` returns whether more processes are offered."""
         self.profile = False
+        self.grows = False
+        self._offered = offered
         self._seen = 0
         self._before: dict[int, Any] = {}
         self._agree = Agreement(mesh) if jax.process_count() > 1 else None
@@ -80,7 +84,10 @@ class Stopping:
 
         Called once per step, so that all processes learn of a signal at the same step.
         """
-        return self._seen if self._agree is None else self._agree.highest(self._seen)
+        mine = 2 * self._seen + bool(self._offered())
+        found = mine if self._agree is None else self._agree.highest(mine)
+        self.grows = self.grows or found % 2 == 1
+        return found // 2
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

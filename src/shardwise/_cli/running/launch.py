@@ -25,6 +25,10 @@ Example:
   shardwise launch -n 2 --devices 4 -- shardwise train train.py:recipe --mesh data=8 \\
     --strategy fsdp --data tokens.npy --length 16 --steps 2
 
+\b
+  shardwise launch -n 4 --elastic --min 2 -- shardwise train train.py:recipe --mesh data=-1 \\
+    --strategy fsdp --data tokens.npy --length 16 --steps 2 --checkpoints runs/e --every 1
+
 Exit status: 0, or the status of the first process that failed.""",
 )
 def launch(
@@ -36,8 +40,54 @@ def launch(
         int | None,
         typer.Option("--devices", metavar="N", help="Virtual CPU devices per process."),
     ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Go on with fewer processes when some are lost, and grow again."
+        ),
+    ] = False,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            "--min",
+            metavar="N",
+            help="With --elastic: refuse a run that could not go on with N processes, and go on "
+            "with no fewer.",
+        ),
+    ] = None,
+    back_after: Annotated[
+        float | None,
+        typer.Option(
+            "--back-after",
+            metavar="SECONDS",
+            help="With --elastic: when a process may be started again in place of a lost one "
+            "(60 by default).",
+        ),
+    ] = None,
+    as_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--as-hosts",
+            help="With --elastic: let each process stand for a host, whose memory is lost with it.",
+        ),
+    ] = False,
 ) -> None:
     """Starts several processes of a command."""
     from ..._processes import launch as launch_processes
+    from ..._processes import launch_elastic
 
-    raise typer.Exit(launch_processes(command, processes, devices))
+    if not elastic:
+        if least is not None or back_after is not None or as_hosts:
+            raise ValueError("--min, --back-after and --as-hosts need --elastic")
+        raise typer.Exit(launch_processes(command, processes, devices))
+    back_seconds = 60.0 if back_after is None else back_after
+    raise typer.Exit(
+        launch_elastic(
+            command,
+            processes,
+            devices,
+            least=least,
+            back_seconds=back_seconds,
+            as_hosts=as_hosts,
+        )
+    )

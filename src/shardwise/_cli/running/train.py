@@ -64,7 +64,8 @@ Examples:
   shardwise train train.py:recipe --mesh data=8 --on cpu:8 --strategy fsdp --steps 4 \\
     --data tokens.npy --length 128 --format json
 
-To train with several processes, see shardwise launch --help.
+To train with several processes, see shardwise launch --help. Under launch --elastic the run goes on
+with those that are left: give --checkpoints, and a mesh with an axis of size -1.
 
 Exit status: 0 trained, 2 could not run, 143 or 130 stopped by SIGTERM or SIGINT after saving."""
 )
@@ -156,6 +157,17 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    copies_every: Annotated[
+        int,
+        typer.Option(
+            "--copies-every",
+            metavar="N",
+            help="Under launch --elastic: copy the state to the memory of two hosts every N steps; "
+            "0 makes no copies.",
+            min=0,
+            rich_help_panel=_RUN,
+        ),
+    ] = 50,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -182,7 +194,7 @@ def train(
 
     from ..._checkpoint import Checkpoints
     from ..._nnx import Recipe
-    from ..._processes import agreed_steps, distributed, noting_failure, together
+    from ..._processes import agreed_steps, distributed, elastic_run, noting_failure, together
     from ..._train import Stopped, fit
     from ..._weights import load
     from ..published import StepOptions
@@ -211,7 +223,8 @@ def train(
                     checkpoints, keep=keep, every=every, minutes=minutes, trained_only=trained_only
                 )
         saved = agreed_steps(store) if store is not None else []
-        if saved and not resume:
+        elastic = elastic_run()
+        if saved and not resume and not (elastic and elastic.round):
             raise ValueError(
                 f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to continue "
                 f"from there, or another directory"
@@ -223,15 +236,9 @@ def train(
         status, last = 0, steps
         try:
             state = fit(
-                recipe,
-                laid_out,
-                samples,
-                steps=steps,
-                checkpoints=store,
-                logs=logs,
-                model=model,
-                donate=True,
-            )
+                recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs, model=model,
+                donate=True, elastic=elastic is not None, copies_every=copies_every or None,
+            )  # fmt: skip
             last = int(state.step)
         except Stopped as stopped:
             status, last = stopped.status, stopped.step
