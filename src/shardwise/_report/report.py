@@ -107,15 +107,16 @@ def page_of(
     parts = {
         "title": html.escape(title),
         "policy": _POLICY,
-        "style": "\n".join(_read(name) for name in styles),
-        "script": "\n".join(_read(name) for name in scripts),
+        "style": "\n".join(asset(name) for name in styles),
+        "script": "\n".join(asset(name) for name in scripts),
         "data": text,
     }
-    page = _read(template)
+    page = asset(template)
     for name, part in parts.items():
         page = page.replace(f"<!--{name}-->", part, 1)
     return Report(title, page)
 
 
-def _read(name: str) -> str:
+def asset(name: str) -> str:
+    """Returns the text of one of the files that pages are made of."""
     return (resources.files("shardwise._report") / "assets" / name).read_text(encoding="utf-8")

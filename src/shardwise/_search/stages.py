@@ -85,10 +85,12 @@ class Searcher:
         calibration: str | os.PathLike[str] | None,
         deadline: float | None,
         progress: Callable[[str], None],
+        seen: Callable[[Candidate], None],
     ):
         """Takes the recipe, the fixed parts, and the limits; see `sw.search`."""
         self.recipe, self.fixed, self.prices = recipe, fixed, prices
         self.calibration, self.deadline, self.progress = calibration, deadline, progress
+        self.seen = seen
         self.maker = Maker(recipe, calibration)
         self.can = Abilities(recipe)
         self.notes: list[str] = []
@@ -263,6 +265,7 @@ class Searcher:
         self.priced += 1
         if self.leader is None or rank([self.leader, found])[0] is found:
             self.leader = found
+        self.seen(found)
         self.progress(f"best of {self.priced}: {self.leader}")
 
     # What fits, and what is faster on the best meshes.
@@ -442,6 +445,7 @@ class Searcher:
             self.memory.keep(candidate.choice.key, proof)
         made = dataclasses.replace(candidate, proof=proof)
         self.known[candidate.choice] = made
+        self.seen(made)
         return made
 
     def _compare(self, before: Candidate, after_: Candidate) -> None:
