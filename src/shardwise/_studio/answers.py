@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from .._layout import Layout
 from .._mesh import chips_of
 from .._nnx import Recipe
 from .._report import candidate_row, plan_data
-from .._search import Candidate, run_search
-from .choices import Abled, abilities, fitted, offered
+from .._search import Candidate, run_search, samples_of
+from .choices import Abled, abilities, edited, offered
 from .copies import command_of, python_of
 from .lanes import Task, sentence
 from .source import Source
@@ -54,17 +56,23 @@ class Answers:
             return found
 
     def able(self, state: State) -> Abled:
-        """Returns what a state's target can do with its batch."""
-        key = (state.target, state.batch, str(state.devices) if not state.batch else "")
+        """Returns what a state's target can do; finding out takes a moment, once for a target."""
         with self._lock:
+            plain = State(state.target, state.on, state.mesh, batch=state.batch)
+            found = self.source.found(plain)
+            key = (state.target, *(tuple(x.shape[1:]) for x in _batch(found)))
             if key not in self._abled:
-                plain = State(state.target, state.on, state.mesh, batch=state.batch)
-                self._abled[key] = abilities(self.source.found(plain))
-            return self._abled[key]
+                self._abled[key] = abilities(found)
+            samples = samples_of(found) if isinstance(found, Recipe) else 0
+            return dataclasses.replace(self._abled[key], samples=samples)
 
-    def fit(self, state: State) -> State:
-        """Returns the state with a mesh of as many devices as its chips; see `fitted`."""
-        return fitted(state, self.able(state))
+    def edited(self, state: State, edits: Sequence[Any]) -> State:
+        """Returns a state after edits; see `choices.edited`."""
+        return edited(state, edits, self.able)
+
+    def offered(self, state: State) -> dict[str, Any]:
+        """Returns what the controls offer in a state."""
+        return {"state": state.to_dict(), "offered": offered(state, self.able(state))}
 
     def exact(self, state: State) -> dict[str, Any]:
         """Returns what arithmetic knows: the layout, its findings and bytes (exact)."""
@@ -79,13 +87,8 @@ class Answers:
             answer["problem"] = plan.problem
         except Exception as error:
             answer["error"] = sentence(error)
-        try:
-            able = self.able(state)
-            answer["offered"] = offered(state, able)
-            recipe = found if found is not None else self.source.found(state)
-            answer["batch"] = batch_of(recipe)
-        except Exception as error:
-            answer.setdefault("error", sentence(error))
+        with contextlib.suppress(Exception):  # the same as above
+            answer["batch"] = batch_of(found if found is not None else self.source.found(state))
         answer["command"] = command_of(state, self.source)
         answer["seconds"] = time.perf_counter() - began
         return answer
@@ -217,9 +220,11 @@ def name_of(state: State) -> str:
 
 def batch_of(found: Any) -> list[dict[str, Any]]:
     """Returns the shapes of a recipe's batch."""
-    if not isinstance(found, Recipe):
-        return []
-    return [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in jax.tree.leaves(found.batch)]
+    return [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in _batch(found)]
+
+
+def _batch(found: Any) -> list[Any]:
+    return jax.tree.leaves(found.batch) if isinstance(found, Recipe) else []
 
 
 def point_of(candidate: Candidate, state: State, recipe: Recipe) -> dict[str, Any]:

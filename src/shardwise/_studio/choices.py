@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._chips import CHIPS, parse_chips
@@ -25,7 +26,7 @@ from .._search import (
 )
 from .._step import OPTIMIZERS
 from ..models import Decoder
-from .state import State, show_axes
+from .state import State, parse_axes, parse_query
 
 # The axes that take what another one gives up, and the price of changing one that should not.
 _FREE, _DEAR = ("data", "fsdp"), 4.0
@@ -144,6 +145,62 @@ def fitted(state: State, able: Abled) -> State:
     return with_mesh(state, found)
 
 
+def edited(state: State, edits: Sequence[Sequence[Any]], able: Callable[[State], Abled]) -> State:
+    """Returns a state after what a page did to its controls, in order.
+
+    Args:
+        state: the state.
+        edits: `["axis", name, size]`, which moves devices from other axes or to them;
+            `["set", field, text]`; or `["rules", [[pattern, spec], …]]`.
+        able: returns what the target of a state can do.
+
+    Raises:
+        ValueError: an edit is none of these, or leads to no state.
+    """
+    for edit in edits:
+        match edit:
+            case ["axis", str(name), int(size)]:
+                state = _moved(state, name, size, able(state))
+            case ["set", "mesh", str(text)]:
+                mesh = parse_axes(text)
+                strategy = strategy_for(state.strategy, dict(mesh))
+                state = dataclasses.replace(state, mesh=mesh, strategy=strategy)
+            case ["set", ("accumulate" | "loss_chunks" | "microbatches") as name, str(text)]:
+                state = parse_query(f"{_without(state, name).query}&{name}={int(text or 0)}")
+            case ["set", str(name), str(text)]:
+                more = urllib.parse.urlencode({name: text})
+                state = parse_query(f"{_without(state, name).query}&{more}")
+            case ["rules", list(rules)]:
+                pairs = urllib.parse.urlencode([("rule", f"{p}={s}") for p, s in rules])
+                state = parse_query(f"{dataclasses.replace(state, rules=()).query}&{pairs}")
+            case _:
+                raise ValueError(f"{str(edit)[:80]} is not an edit")
+        if edit[0] == "set" and edit[1] in ("target", "on", "batch"):
+            state = fitted(state, able(state))
+    return state
+
+
+def _without(state: State, name: str) -> State:
+    """Returns a state without a field, which is then given anew."""
+    if name not in {field.name for field in dataclasses.fields(State)} or name in ("mesh", "rules"):
+        raise ValueError(f"{name[:40]!r} is not a field of a state")
+    own = getattr(state, name)
+    return dataclasses.replace(state, **{name: 0 if isinstance(own, int) else ""})
+
+
+def _moved(state: State, axis: str, size: int, able: Abled) -> State:
+    """Returns a state whose axis has this size, on the nearest mesh of as many devices."""
+    names = axis_names(state, able)
+    if axis not in names:
+        raise ValueError(f"the mesh has no axis {axis[:40]!r}")
+    if dict(state.mesh).get(axis, 1) == size:
+        return state
+    found = _nearest(state, names, _places(state.devices, names, able), axis, size)
+    if found is None:
+        raise ValueError(f"no mesh of {state.devices:,} devices has {axis}={size}")
+    return with_mesh(state, found)
+
+
 def with_mesh(state: State, sizes: Mapping[str, int]) -> State:
     """Returns a state on another mesh, with the strategy that its axes ask for."""
     own = [name for name, _ in state.mesh]
@@ -191,12 +248,12 @@ def _stops(state: State, axis: str, able: Abled) -> dict[str, Any]:
     stops, closed = [], []
     for size in _divisors(state.devices):
         if size == now.get(axis, 1):
-            stops.append({"size": size, "query": state.query, "mesh": state.axes})
+            stops.append({"size": size, "mesh": state.axes})
             continue
         found = _nearest(state, names, places, axis, size)
         if found is not None:
             led = with_mesh(state, found)
-            stops.append({"size": size, "query": led.query, "mesh": show_axes(led.mesh)})
+            stops.append({"size": size, "mesh": led.axes, "strategy": led.strategy})
         elif count and count % size:
             closed.append({"size": size, "why": f"{count:,} {what} cannot be divided by {size}"})
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import secrets
@@ -54,7 +53,7 @@ class Studio:
         self.framed = framed
         self.tasks: dict[int, Task] = {}
         # Arithmetic never waits for an estimate.
-        self._exact, self._estimate = Lane("exact"), Lane("estimate")
+        self._exact, self._offer, self._estimate = Lane("exact"), Lane("offer"), Lane("estimate")
 
     @property
     def address(self) -> str:
@@ -66,6 +65,7 @@ class Studio:
         asks: dict[str, Ask] = {
             "start": self._start,
             "exact": self._exactly,
+            "offered": self._offered,
             "estimate": self._estimated,
             "compile": self._compile,
             "search": self._search,
@@ -175,14 +175,18 @@ class Studio:
     async def _exactly(self, given: dict[str, Any]) -> dict[str, Any]:
         state = _state(given)
 
+        edits = given.get("edits", [])
+        if not isinstance(edits, list) or len(edits) > 256:
+            raise ValueError("edits must be a short list")
+
         def work() -> dict[str, Any]:
-            moved = state
-            if given.get("fit"):
-                with contextlib.suppress(Exception):  # what is wrong is in the answer itself
-                    moved = self.answers.fit(state)
-            return self.answers.exact(moved)
+            return self.answers.exact(self.answers.edited(state, edits) if edits else state)
 
         return await asyncio.wrap_future(self._exact.ask(work))
+
+    async def _offered(self, given: dict[str, Any]) -> dict[str, Any]:
+        state = _state(given)
+        return await asyncio.wrap_future(self._offer.ask(lambda: self.answers.offered(state)))
 
     async def _estimated(self, given: dict[str, Any]) -> dict[str, Any]:
         state = _state(given)

@@ -68,12 +68,13 @@ class State:
     @property
     def query(self) -> str:
         """The state as the query of a link; equal states have equal ones."""
-        pairs = [("target", self.target), ("on", self.on), ("mesh", self.axes)]
-        for name in (*_WORDS[1:], *_NUMBERS):
+        pairs: list[tuple[str, str]] = []
+        for name in ("target", *_WORDS, *_NUMBERS):
             if value := getattr(self, name):
                 pairs.append((name, str(value)))
+        pairs.insert(2, ("mesh", self.axes))
         pairs += [("rule", f"{pattern}={spec}") for pattern, spec in self.rules]
-        return urllib.parse.urlencode(pairs, safe=":,*()", quote_via=urllib.parse.quote)
+        return urllib.parse.urlencode(pairs, safe=":,=*()", quote_via=urllib.parse.quote)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plain data that the page has."""
