@@ -47,6 +47,7 @@ class Abled:
         chunks: whether the loss can be computed in chunks.
         pipelined: whether the number of a pipeline's microbatches can be set.
         is_recipe: whether it has a step.
+        own: what the target says of its step itself.
     """
 
     limits: dict[str, tuple[int, str]]
@@ -57,6 +58,7 @@ class Abled:
     chunks: bool = False
     pipelined: bool = False
     is_recipe: bool = False
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 _COUNTED = {"pipe": "layers", "expert": "experts", "sequence": "tokens of a sequence"}
@@ -81,7 +83,21 @@ def abilities(found: Any) -> Abled:
         can.chunks,
         can.own_microbatches and "pipe" in limits,
         True,
+        _own(found, can.model),
     )
+
+
+def _own(recipe: Recipe, model: Any) -> dict[str, Any]:
+    """Returns what a recipe says of its step, where it is a name or a number."""
+    remat = model.remat if isinstance(model, Decoder) else recipe.remat
+    own: dict[str, Any] = {
+        "accumulate": recipe.accumulate,
+        "loss_chunks": recipe.loss_chunks,
+        "offload": recipe.offload or "none",
+    }
+    if remat is None or isinstance(remat, str):
+        own["remat"] = remat or "none"
+    return own
 
 
 def offered(state: State, able: Abled) -> dict[str, Any]:
@@ -107,6 +123,7 @@ def offered(state: State, able: Abled) -> dict[str, Any]:
         "samples": able.samples,
         "devices": devices,
         "recipe": able.is_recipe,
+        "own": dict(able.own),
     }
 
 

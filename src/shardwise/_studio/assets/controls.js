@@ -9,7 +9,7 @@ const FIELD_HELP = {
   optimizer: "Replaces the recipe's own, to see what its state takes",
 };
 const REMAT_NAMES = {
-  "": "as the target has it", none: "none: save everything", nothing_saveable: "all: recompute everything",
+  none: "none: save everything", nothing_saveable: "all: recompute everything",
   dots_with_no_batch_dims_saveable: "dots: save products with weights",
 };
 
@@ -27,7 +27,7 @@ class Controls {
     this.batch = textOf("Batch", "sequences × tokens, such as 64x2048", set("batch"));
     this.batchHint = make("p", { class: "hint", id: "batch-hint" });
     this.fields = new Map(["remat", "accumulate", "loss_chunks", "offload", "microbatches", "optimizer"].map((name) => [
-      name, selectOf(name.replace("_", " "), [], set(name), FIELD_HELP[name]),
+      name, selectOf(`${name[0].toUpperCase()}${name.slice(1).replace("_", " ")}`, [], set(name), FIELD_HELP[name]),
     ]));
     this.rules = make("div", { class: "rules" });
     element.replaceChildren(
@@ -99,12 +99,13 @@ class Controls {
       field.row.hidden = !values.length;
       field.set([["", own], ...values], name in { accumulate: 1, loss_chunks: 1, microbatches: 1 } ? (state[name] ? String(state[name]) : "") : state[name]);
     };
-    fill("remat", offer.remats.map(named(REMAT_NAMES)), REMAT_NAMES[""]);
-    fill("optimizer", offer.optimizers.map(named({})), "the recipe's own");
-    fill("offload", offer.offloads.map(named({ none: "nothing" })), "as the target has it");
-    fill("accumulate", offer.accumulate.map((n) => [String(n), String(n)]), "as the target has it");
-    fill("loss_chunks", offer.chunks.map((n) => [String(n), String(n)]), "as the target has it");
-    fill("microbatches", offer.microbatches.map((n) => [String(n), String(n)]), "as the target has it");
+    const own = (name, names = {}) => { const value = offer.own[name]; return value === undefined || value === null ? "as given" : `${names[value] || value} (as given)`; };
+    fill("remat", offer.remats.map(named(REMAT_NAMES)), own("remat", REMAT_NAMES));
+    fill("optimizer", offer.optimizers.map(named({})), "as given");
+    fill("offload", offer.offloads.map(named({ none: "nothing" })), own("offload", { none: "nothing" }));
+    fill("accumulate", offer.accumulate.map((n) => [String(n), String(n)]), own("accumulate"));
+    fill("loss_chunks", offer.chunks.map((n) => [String(n), String(n)]), own("loss_chunks"));
+    fill("microbatches", offer.microbatches.map((n) => [String(n), String(n)]), own("microbatches"));
     this.missing.textContent = offer.missing ? `Not offered: ${offer.missing}.` : "";
     const names = offer.axes.map((axis) => axis.name);
     for (const name of this.axes.keys()) if (!names.includes(name)) { this.axes.get(name).row.remove(); this.axes.delete(name); }

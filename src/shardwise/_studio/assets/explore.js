@@ -109,7 +109,7 @@ class Explorer {
         row.addEventListener("click", (event) => { if (event.target.tagName !== "BUTTON") this.pick(i); });
         if (candidates[i].query === page.query) row.classList.add("picked");
       });
-      place.replaceChildren(...head, make("div", { class: "columns" }, drawn, listed));
+      place.replaceChildren(...head, make("div", { class: "found" }, drawn, listed));
       this.plot = new Front(drawn, { candidates, front }, colours, (i) => this.pick(i));
       const at = candidates.findIndex((c) => c.query === page.query);
       this.plot.draw();

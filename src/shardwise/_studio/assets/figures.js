@@ -48,7 +48,7 @@ function showFigures(element, known, query, waiting, go) {
 
 function memoryCard(known, query) {
   const answer = bestOf(known, query);
-  if (!answer) return card("card-memory", "Memory of one device", { big: "…", lines: [known.exact && known.exact.error] });
+  if (!answer) return card("card-memory", "Device memory", { big: "…", lines: [known.exact && known.exact.error] });
   const stale = answer.state.query !== query;
   const { used, capacity, fits, parts } = memoryOf(answer);
   const word = fits === true ? "Fits" : fits === false ? "Does not fit" : capacity ? "At least" : "Holds";
@@ -56,9 +56,10 @@ function memoryCard(known, query) {
   const free = capacity ? capacity - used : 0;
   const lines = [
     answer.label === "exact" ? "Parameters, optimizer and batch; temporaries come on top." : null,
+    answer.label !== "exact" ? parts.filter(([name]) => name !== "temporaries").length && `${showBytes(parts.filter(([name]) => name !== "temporaries").reduce((n, [, b]) => n + b, 0))} stay between steps, ${showBytes(parts.filter(([name]) => name === "temporaries").reduce((n, [, b]) => n + b, 0))} are temporary` : null,
     capacity ? (free >= 0 ? `${showBytes(free)} to spare, ${showShare(used, capacity)} used` : `${showBytes(-free)} too much`) : null,
   ];
-  return card("card-memory", "Memory of one device", {
+  return card("card-memory", "Device memory", {
     state: stale ? "stale" : fits === true ? "good" : fits === false ? "bad" : "plain", word, big: showBytes(used), unit: capacity ? `of ${showBytes(capacity)}` : "",
     tag: labelOf(answer.label, stale), lines,
     bar: stackBar(parts, most, capacity, parts.map(([name, bytes, label]) => `${name} ${showBytes(bytes)} (${label})`).join(", ")),
@@ -67,7 +68,7 @@ function memoryCard(known, query) {
 
 function timeCard(known, query, waiting, go) {
   const { estimate, compiled } = known;
-  const title = "Time of one step";
+  const title = "Step time";
   const has = (one) => one && !one.error && one.state.query === query;
   const timed = compiled && !compiled.error && compiled.side.time;
   const use = has(compiled) && timed ? compiled : has(estimate) ? estimate : estimate && !estimate.error ? estimate : timed ? compiled : null;
@@ -75,18 +76,17 @@ function timeCard(known, query, waiting, go) {
   if (!use) return card("card-time", title, { big: waiting.estimate ? "…" : "–", lines: [waiting.estimate ? "partitioning the step" : "Choose chips, and the step is estimated."] });
   const stale = use.state.query !== query;
   const time = use.label === "compiled" ? use.side.time : use.estimate;
-  const colours = { compute: "--cut0", memory: "--cut1", communication: "--cut3", launch: "--launch", unknown: "--cut2" };
-  const parts = Object.entries(time.parts).filter(([, seconds]) => seconds > 0).map(([name, seconds]) => [name, seconds, "", colours[name] || "--cut4"]);
+  const parts = Object.entries(time.parts).filter(([, seconds]) => seconds > 0).map(([name, seconds]) => [name, seconds, "", BOUND_COLOURS[name] || "--cut4"]);
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0) || 1;
   const bar = make("div", { class: "stack", role: "img", "aria-label": parts.map(([name, s]) => `${name} ${showSeconds(s)}`).join(", ") },
     parts.map(([name, s, , colour]) => make("span", { title: `${name}: ${showSeconds(s)}`, style: `width:${(100 * s) / total}%;background:var(${colour})` })));
   const largest = parts.reduce((a, b) => (b[1] > a[1] ? b : a), ["", 0]);
-  const tag = make("span", {}, use.label === "compiled" ? make("span", { class: "from" }, "compiled program, ") : "", labelOf("modelled", stale));
+  const tag = labelOf("modelled", stale);
   return card("card-time", title, {
     state: stale ? "stale" : "plain", big: showSeconds(time.seconds), bar, tag,
     lines: [
       [time.low ? `${showSeconds(time.low)} to ${showSeconds(time.high)}` : null, time.tokens_per_second ? `${Math.round(time.tokens_per_second).toLocaleString("en")} tokens/s` : null, time.mfu ? `MFU ${(100 * time.mfu).toFixed(0)}%` : null].filter(Boolean).join(" · "),
-      largest[0] ? `mostly ${largest[0]}, ${showShare(largest[1], total)}` : null,
+      largest[0] ? `mostly ${largest[0]}, ${showShare(largest[1], total)}${use.label === "compiled" ? "; of the compiled program" : ""}` : null,
     ],
     act: make("button", { type: "button", class: "link", onclick: () => go("Time") }, "where it goes"),
   });
@@ -116,7 +116,7 @@ function sentByAxis(known, query) {
   if (compiled && !compiled.error && compiled.state.query === query && compiled.side.compiled) {
     const found = {};
     for (const row of collectivesOf(compiled.side)) found[over(row)] = (found[over(row)] || 0) + row.bytes;
-    return { rows: Object.entries(found), stale: false, from: "compiled program, " };
+    return { rows: Object.entries(found), stale: false, from: "of the compiled program" };
   }
   if (!estimate || estimate.error) return null;
   const rows = Object.entries(estimate.estimate.by_axis).map(([axes, kinds]) => [axes, Object.values(kinds).reduce((n, kind) => n + kind.bytes, 0)]);
@@ -124,16 +124,16 @@ function sentByAxis(known, query) {
 }
 
 function sentCard(known, query, go) {
-  const title = "Sent by each device";
+  const title = "Sent per device";
   const found = sentByAxis(known, query);
   if (!found) return card("card-sent", title, { big: "–", lines: ["Known once a step is estimated."] });
   const rows = found.rows.filter(([, bytes]) => bytes > 0).sort((a, b) => b[1] - a[1]);
   const total = rows.reduce((sum, [, bytes]) => sum + bytes, 0);
   return card("card-sent", title, {
     state: found.stale ? "stale" : "plain", big: total ? showBytes(total) : "Nothing", unit: total ? "a step" : "",
-    tag: make("span", {}, found.from ? make("span", { class: "from" }, found.from) : "", labelOf("modelled", found.stale)),
+    tag: labelOf("modelled", found.stale),
     bar: total ? stackBar(rows.map(([axes, bytes], i) => [axes, bytes, "", `--cut${i % 6}`]), total, 0, rows.map(([axes, bytes]) => `${axes} ${showBytes(bytes)}`).join(", ")) : "",
-    lines: rows.slice(0, 2).map(([axes, bytes]) => `over ${axes}: ${showBytes(bytes)}`),
+    lines: [...rows.slice(0, 2).map(([axes, bytes]) => `over ${axes}: ${showBytes(bytes)}`), found.from],
     act: make("button", { type: "button", class: "link", onclick: () => go("Collectives") }, "by axis and line"),
   });
 }

@@ -30,7 +30,8 @@ function showPins(place, page) {
     ["tokens per second", "tokens", (n) => Math.round(n).toLocaleString("en"), false], ["sent by each device", "sent", showBytes, true], ["findings", "findings", String, true],
   ].map(([name, key, show, less]) => {
     const [a, b] = [one[key], two[key]];
-    const share = a && b && a[0] ? b[0] / a[0] - 1 : null;
+    const ratio = a && b && a[0] ? b[0] / a[0] - 1 : null;
+    const share = ratio !== null && Math.abs(ratio) < 0.0005 ? 0 : ratio;
     const better = share === null || !share ? "" : share < 0 === less ? "better" : "worse";
     const cell = (value) => (value ? make("span", {}, show(value[0]), " ", labelOf(value[1])) : "–");
     return [name, cell(a), cell(b), share === null ? "" : make("span", { class: better }, !share ? "the same" : `${share > 0 ? "+" : "−"}${Math.abs(100 * share).toFixed(share && Math.abs(share) < 0.1 ? 1 : 0)}% ${better}`)];

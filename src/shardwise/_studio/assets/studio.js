@@ -3,7 +3,7 @@
 const page = {
   state: null, query: "", number: 0, edits: [], pinned: null,
   known: { exact: null, estimate: null, compiled: null }, waiting: { exact: false, estimate: false },
-  compiling: null, dragging: false, index: 0, last: 0,
+  compiling: null, dragging: false, push: false, index: 0, last: 0,
 };
 
 // A state's answers that were there before are there at once when one goes back.
@@ -51,9 +51,10 @@ function edit(change, done) {
   const last = page.edits[page.edits.length - 1];
   if (last && change[0] === "axis" && last[0] === "axis" && last[1] === change[1]) page.edits[page.edits.length - 1] = change;
   else page.edits.push(change);
-  const how = page.dragging ? "replace" : "push";
+  // A slider that moves makes one entry of the history, not one for each stop.
+  page.push = page.push || !page.dragging;
   page.dragging = !done;
-  question(page.state.query, page.edits, how);
+  question(page.state.query, page.edits, "edit");
 }
 
 function question(query, edits, how) {
@@ -70,8 +71,10 @@ function settle(state, how) {
   const same = page.state && page.state.query === state.query;
   [page.state, page.query] = [state, state.query];
   const link = `?${state.query}#${token}`;
-  if (how === "push" && !same) { page.index += 1; page.last = page.index; history.pushState({ index: page.index }, "", link); }
-  else if (how === "replace" || !history.state) history.replaceState({ index: page.index }, "", link);
+  const push = how === "push" || (how === "edit" && page.push);
+  page.push = false;
+  if (push && !same) { page.index += 1; page.last = page.index; history.pushState({ index: page.index }, "", link); }
+  else if (how !== "stay" || !history.state) history.replaceState({ index: page.index }, "", link);
   alertUser("");
   const before = remembered.get(state.query) || {};
   page.known.estimate = before.estimate || page.known.estimate;
@@ -102,7 +105,7 @@ function draw(light = false) {
 }
 
 // A state that is known by its link: a point of a search, the pinned one, the browser's history.
-page.load = (query, how = "push") => { page.edits = []; question(query, [], how); };
+page.load = (query, how = "push") => { page.edits = []; page.push = false; question(query, [], how); };
 page.pin = () => { page.pinned = { ...page.known, state: page.state }; say("Pinned"); page.views.choose("Pinned", true); };
 page.unpin = () => { page.pinned = null; page.views.choose("Pinned"); };
 
@@ -145,7 +148,7 @@ function showTask(task) {
   const word = !task.done ? "Compiling" : task.error === "cancelled" ? "Cancelled" : task.error ? "Not compiled" : "Compiled";
   place.className = `task ${task.done ? (task.error ? "bad" : "good") : "busy"}`;
   place.replaceChildren(
-    make("b", {}, word), make("span", { class: "task-line", role: "status" }, task.done && task.error ? (task.error === "cancelled" ? "" : task.error) : last),
+    make("b", {}, word), make("span", { class: "task-line", role: "status" }, task.done && task.error ? (task.error === "cancelled" ? "" : task.error) : task.done && task.result ? `${task.result.side.name}${task.result.cached ? ", from the cache" : ""}` : last),
     make("span", { class: "faint" }, `${task.seconds.toFixed(1)} s`),
     task.done ? make("button", { type: "button", class: "small", onclick: () => { place.hidden = true; } }, "Close")
       : make("button", { type: "button", class: "small", id: "cancel", onclick: () => page.compiling && ask("cancel", { task: page.compiling }) }, "Cancel"));

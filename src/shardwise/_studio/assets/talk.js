@@ -60,7 +60,7 @@ async function copy(text, what) {
     say(`${what} copied`);
   } catch {
     // A frame may not be allowed to: the text is shown, selected.
-    const area = make("textarea", { class: "copied", rows: 6, "aria-label": what, readonly: true }, text);
+    const area = make("textarea", { class: "copy-area", rows: 6, "aria-label": what, readonly: true }, text);
     byId("foot").before(area);
     area.select();
     area.addEventListener("blur", () => area.remove());
