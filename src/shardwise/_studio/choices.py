@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from .._search import (
 )
 from .._step import OPTIMIZERS
 from ..models import Decoder
-from .state import State, parse_axes, parse_query
+from .state import State, as_query, parse_axes, parse_query
 
 # The axes that take what another one gives up, and the price of changing one that should not.
 _FREE, _DEAR = ("data", "fsdp"), 4.0
@@ -185,11 +184,12 @@ def edited(state: State, edits: Sequence[Sequence[Any]], able: Callable[[State],
             case ["set", ("accumulate" | "loss_chunks" | "microbatches") as name, str(text)]:
                 state = parse_query(f"{_without(state, name).query}&{name}={int(text or 0)}")
             case ["set", str(name), str(text)]:
-                more = urllib.parse.urlencode({name: text})
+                more = as_query([(name, text)])
                 state = parse_query(f"{_without(state, name).query}&{more}")
             case ["rules", list(rules)]:
-                pairs = urllib.parse.urlencode([("rule", f"{p}={s}") for p, s in rules])
-                state = parse_query(f"{dataclasses.replace(state, rules=()).query}&{pairs}")
+                more = as_query(("rule", f"{pattern}={spec}") for pattern, spec in rules)
+                bare = dataclasses.replace(state, rules=()).query
+                state = parse_query(f"{bare}&{more}" if more else bare)
             case _:
                 raise ValueError(f"{str(edit)[:80]} is not an edit")
         if edit[0] == "set" and edit[1] in ("target", "on", "batch"):

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._base import parse_bytes
@@ -74,7 +74,7 @@ class State:
                 pairs.append((name, str(value)))
         pairs.insert(2, ("mesh", self.axes))
         pairs += [("rule", f"{pattern}={spec}") for pattern, spec in self.rules]
-        return urllib.parse.urlencode(pairs, safe=":,=*()", quote_via=urllib.parse.quote)
+        return as_query(pairs)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plain data that the page has."""
@@ -84,6 +84,11 @@ class State:
             "query": self.query,
             "devices": self.devices,
         }
+
+
+def as_query(pairs: Iterable[tuple[str, str]]) -> str:
+    """Returns pairs as a query, in which `fsdp+tensor` is written so."""
+    return urllib.parse.urlencode(list(pairs), safe=":,=*()+", quote_via=urllib.parse.quote)
 
 
 def show_axes(axes: Mapping[str, int] | tuple[tuple[str, int], ...]) -> str:
@@ -101,7 +106,7 @@ def parse_query(text: str) -> State:
     if len(text) > _LONGEST:
         raise ValueError(f"the state has {len(text):,} characters: at most {_LONGEST:,}")
     pairs = urllib.parse.parse_qsl(
-        text.removeprefix("?"), keep_blank_values=True, max_num_fields=_MOST_RULES + 20
+        text.removeprefix("?").replace("+", "%2B"), keep_blank_values=True, max_num_fields=_MOST_RULES + 20
     )
     found: dict[str, Any] = {}
     rules: list[tuple[str, str]] = []
@@ -160,7 +165,8 @@ def _number(name: str, text: str, *, least: int) -> int:
 
 
 def _rule(text: str) -> tuple[str, str]:
-    pattern, equals, spec = text.partition("=")
+    # A spec has no "=", and a path may.
+    pattern, equals, spec = text.rpartition("=")
     if not equals or not pattern or len(text) > 400:
         raise ValueError(f"the rule {text[:60]!r} is not of the form **.kernel=P(None, 'model')")
     parse_spec(spec)  # or raises
