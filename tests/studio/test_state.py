@@ -23,7 +23,10 @@ FULL = State(
 
 def test_a_link_is_the_state_and_back():
     assert parse_query(FULL.query) == parse_query(f"?{FULL.query}") == FULL
-    assert parse_query(State("m", "none", (("data", 1),)).query).query == "target=m&on=none&mesh=data=1"
+    assert (
+        parse_query(State("m", "none", (("data", 1),)).query).query
+        == "target=m&on=none&mesh=data=1"
+    )
 
 
 GOOD = "target=m&on=none&mesh=data=2"
@@ -63,7 +66,11 @@ ABLE = Abled({"model": (32, "attention heads"), "expert": (8, "experts")}, sampl
 def states(state, able=ABLE):
     for axis in offered(state, able)["axes"]:
         for stop in axis["stops"]:
-            yield axis["name"], stop, edited(state, [["axis", axis["name"], stop["size"]]], lambda _: able)
+            yield (
+                axis["name"],
+                stop,
+                edited(state, [["axis", axis["name"], stop["size"]]], lambda _: able),
+            )
 
 
 @pytest.mark.parametrize("mesh, on", [("data=16", "h100:2x8"), ("fsdp=4,model=4", "v5e:4x4")])
@@ -128,7 +135,9 @@ def test_a_command_line_is_quoted():
 
 
 def make():
-    return nnx.Sequential(nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.Linear(128, 64, rngs=nnx.Rngs(0)))
+    return nnx.Sequential(
+        nnx.Linear(64, 128, rngs=nnx.Rngs(0)), nnx.Linear(128, 64, rngs=nnx.Rngs(0))
+    )
 
 
 RECIPE = sw.Recipe(
@@ -146,7 +155,10 @@ def test_a_notebook_begins_with_the_very_layout(strategy):
         _, again = studio.answers.laid_out(studio.source.start)
         assert [leaf.spec for leaf in again.leaves] == [leaf.spec for leaf in layout.leaves]
         assert [leaf.moments for leaf in again.leaves] == [leaf.moments for leaf in layout.leaves]
-        assert f'src="{inline.address.replace("&", "&amp;").replace(chr(39), "&#x27;")}"' in inline._repr_html_()
+        assert (
+            f'src="{inline.address.replace("&", "&amp;").replace(chr(39), "&#x27;")}"'
+            in inline._repr_html_()
+        )
     finally:
         inline.stop()
     with pytest.raises(ValueError, match="give the sw.Recipe"):

@@ -35,7 +35,9 @@ def browser():
 def address():
     """The address of a studio that runs as users start it."""
     command = [sys.executable, "-m", "shardwise", "studio", TARGET, "--on", "h100:1x8", "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         yield process.stdout.readline().strip()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
@@ -49,7 +51,9 @@ def ask(address, name, host=None, token=None, method="POST", path=None, **given)
     if token == "":
         del headers["X-Shardwise-Token"]
     headers |= given.pop("headers", {})
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", int(found[2]), timeout=60)) as line:
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", int(found[2]), timeout=60)
+    ) as line:
         line.request(method, path or f"/api/{name}", json.dumps(given), headers)
         answer = line.getresponse()
         return answer.status, dict(answer.getheaders()), answer.read().decode()
@@ -76,7 +80,13 @@ def test_nobody_else_is_answered(address):
     assert ask(address, "start", headers={"Origin": "null"})[0] == 403
     assert ask(address, "start", headers={"Sec-Fetch-Site": "cross-site"})[0] == 403
     assert ask(address, "start", method="GET")[0] == 405
-    for path in ("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/server.py", "/api/nothing"):
+    for path in (
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "//etc/passwd",
+        "/server.py",
+        "/api/nothing",
+    ):
         assert ask(address, "", path=path, method="GET")[0] in (403, 404), path
     assert ask(address, "exact", state="x" * 70_000)[0] == 413
     assert ask(address, "exact", state="target=/etc/passwd:x&on=none&mesh=data=2")[0] == 200
@@ -98,7 +108,11 @@ def test_the_page_is_served_strictly(address):
 def test_it_listens_on_the_loopback_interface_alone(address):
     port = int(re.search(r":(\d+)/", address)[1])
     listening = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    hosts = {row[1].partition(":")[0] for row in listening if int(row[1].partition(":")[2], 16) == port and row[3] == "0A"}
+    hosts = {
+        row[1].partition(":")[0]
+        for row in listening
+        if int(row[1].partition(":")[2], 16) == port and row[3] == "0A"
+    }
     assert hosts == {"0100007F"}
 
 
@@ -115,7 +129,14 @@ def open_page(browser, address):
         told = []
         page.on("console", lambda one: told.append(one.text) if one.type != "log" else None)
         page.on("pageerror", lambda error: told.append(str(error)))
-        page.on("request", lambda one: told.append(one.url) if "//127.0.0.1:" not in one.url and not one.url.startswith("blob:") else None)
+        page.on(
+            "request",
+            lambda one: (
+                told.append(one.url)
+                if "//127.0.0.1:" not in one.url and not one.url.startswith("blob:")
+                else None
+            ),
+        )
         page.set_default_timeout(60_000)
         base, token = address.partition("?")[0], address.partition("#")[2]
         page.goto(f"{base}?{query or query_of(address)}#{token}")
@@ -155,7 +176,10 @@ def shows_what_the_library_says(page):
     found, layout = library(state)
     estimate = sw.estimate(found, layout)
     memory = page.inner_text("#card-memory")
-    assert f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity)}" in memory.replace("\n", " ")
+    assert (
+        f"{show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity)}"
+        in memory.replace("\n", " ")
+    )
     assert ("Fits" if estimate.fits else "Does not fit") in memory and "modelled" in memory
     assert show_seconds(estimate.seconds) in page.inner_text("#card-time")
     page.click("#tab-Memory")
@@ -182,7 +206,10 @@ def test_each_control_changes_the_numbers_to_those_of_the_library(open_page):
         (choose("#set-strategy", "fsdp"), ("strategy", "fsdp")),
         (slide("model", 1), ("axes", "data=4,model=2")),
         (choose("#set-remat", "nothing_saveable"), ("remat", "nothing_saveable")),
-        (lambda page: (page.fill("#set-batch", "64x64"), page.keyboard.press("Enter")), ("batch", "64x64")),
+        (
+            lambda page: (page.fill("#set-batch", "64x64"), page.keyboard.press("Enter")),
+            ("batch", "64x64"),
+        ),
         (choose("#set-accumulate", "2"), ("accumulate", 2)),
         (choose("#set-loss-chunks", "4"), ("loss_chunks", 4)),
         (choose("#set-optimizer", "sgd"), ("optimizer", "sgd")),
@@ -312,7 +339,9 @@ def test_the_copied_command_says_the_same(open_page, address):
     said = json.loads(done.stdout)
     assert said["cached"]
     shown = page.inner_text("#card-memory").replace("\n", " ")
-    assert f"{show_bytes(said['memory']['peak'])} of {show_bytes(said['memory']['capacity'])}" in shown
+    assert (
+        f"{show_bytes(said['memory']['peak'])} of {show_bytes(said['memory']['capacity'])}" in shown
+    )
     assert "compiled" in shown
     assert show_seconds(said["time"]["seconds"]) in page.inner_text("#card-time")
     # And so does the program in Python.
@@ -342,7 +371,11 @@ def test_llama_3_8b_on_16_h100s_from_nothing(open_page, tmp_path):
     page.wait_for_url(re.compile("remat=|mesh=fsdp"))
     settled(page)
     state = state_of(page)
-    assert (state.target, state.axes, state.strategy) == ("llama3-8b", best[1].strip(), best[2].strip())
+    assert (state.target, state.axes, state.strategy) == (
+        "llama3-8b",
+        best[1].strip(),
+        best[2].strip(),
+    )
     assert best[4].strip() in page.inner_text("#card-time")
     shows_what_the_library_says(page)
     with page.expect_download() as download:

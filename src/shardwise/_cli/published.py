@@ -113,9 +113,7 @@ class StepOptions:
         return found
 
 
-def load_step(
-    target: str, options: StepOptions, *, devices: int = 1, loaded: Any = None
-) -> Any:
+def load_step(target: str, options: StepOptions, *, devices: int = 1, loaded: Any = None) -> Any:
     """Returns what a target names, with what the options say of its step.
 
     Args:

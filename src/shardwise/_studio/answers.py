@@ -38,7 +38,7 @@ class Answers:
         """Takes what the states are about."""
         self.source = source
         self._laid: OrderedDict[str, tuple[Any, Layout]] = OrderedDict()
-        self._abled: dict[tuple[str, ...], Abled] = {}
+        self._abled: dict[tuple[Any, ...], Abled] = {}
         # The user's code is called by one thread at a time.
         self._lock = threading.RLock()
 
@@ -83,7 +83,10 @@ class Answers:
             found, made = self.laid_out(state)
             plan = plan_of(found, made)
             answer["side"] = plan_data(name_of(state), plan)
-            answer["errors"], answer["warnings"] = len(plan.findings.errors), len(plan.findings.warnings)
+            answer["errors"], answer["warnings"] = (
+                len(plan.findings.errors),
+                len(plan.findings.warnings),
+            )
             answer["problem"] = plan.problem
         except Exception as error:
             answer["error"] = sentence(error)
@@ -100,7 +103,9 @@ class Answers:
         try:
             found, made = self.laid_out(state)
             if chips_of(made.mesh) is None:
-                raise ValueError("choose chips to have a step estimated: arithmetic alone has no time")
+                raise ValueError(
+                    "choose chips to have a step estimated: arithmetic alone has no time"
+                )
             inputs = None if isinstance(found, Recipe) else self.source.inputs
             if not isinstance(found, Recipe) and inputs is None:
                 raise ValueError("a model alone has no step: give --inputs, or name a Recipe")
@@ -214,7 +219,11 @@ class Answers:
 
 def name_of(state: State) -> str:
     """Returns a short name of a state."""
-    parts = [state.axes, state.strategy or "annotations", *([state.on] if state.on != "none" else [])]
+    parts = [
+        state.axes,
+        state.strategy or "annotations",
+        *([state.on] if state.on != "none" else []),
+    ]
     return " ".join(parts)
 
 
@@ -248,4 +257,3 @@ def point_of(candidate: Candidate, state: State, recipe: Recipe) -> dict[str, An
         microbatches=choice.microbatches or 0,
     )
     return {**candidate_row(candidate), "key": choice.key, "query": led.query}
-

@@ -104,7 +104,9 @@ def offered(state: State, able: Abled) -> dict[str, Any]:
     devices = state.devices
     axes = [_stops(state, axis, able) for axis in axis_names(state, able)]
     chip = state.on.partition(":")[0]
-    places = sizes(chip.rpartition("x")[2] if chip not in CHIPS else chip) if state.on != "none" else []
+    places = (
+        sizes(chip.rpartition("x")[2] if chip not in CHIPS else chip) if state.on != "none" else []
+    )
     return {
         "axes": axes,
         "missing": able.missing,
@@ -114,7 +116,9 @@ def offered(state: State, able: Abled) -> dict[str, Any]:
         "remats": list(able.remats),
         "optimizers": list(OPTIMIZERS) if able.is_recipe else [],
         "offloads": list(able.offloads),
-        "accumulate": _divisors(max(1, able.samples // _ways(state.mesh))) if able.is_recipe else [],
+        "accumulate": _divisors(max(1, able.samples // _ways(state.mesh)))
+        if able.is_recipe
+        else [],
         "chunks": [1, 2, 4, 8, 16] if able.chunks else [],
         "microbatches": _divisors(able.samples)
         if able.pipelined and dict(state.mesh).get("pipe", 1) > 1
@@ -130,12 +134,17 @@ def axis_names(state: State, able: Abled) -> list[str]:
     """Returns the axes that have a control: the mesh's own, then those that the model allows."""
     own = [name for name, _ in state.mesh]
     # Two names for one kind of axis would only confuse: the mesh's own name stands.
-    kinds = {kind for name in own for kind, names in PART_AXES.items() if name in names and kind != "fsdp"}
+    kinds = {
+        kind
+        for name in own
+        for kind, names in PART_AXES.items()
+        if name in names and kind != "fsdp"
+    }
     open_ones = [
         name
         for name in AXES
         if name in ("data", "fsdp") or name in able.limits
-        if name not in own and not (PARTS.get(name) in kinds)
+        if name not in own and PARTS.get(name) not in kinds
     ]
     names = [*own, *open_ones]
     order = [*AXES, *(name for name in names if name not in AXES)]

@@ -54,7 +54,9 @@ def rules_text(state: State, source: Source) -> str:
         lines.append("[logical]")
         for name, axes in source.logical.items():
             axes = [] if axes is None else axes
-            lines.append(f"{json.dumps(str(name))} = {json.dumps(axes if isinstance(axes, str) else list(axes))}")
+            lines.append(
+                f"{json.dumps(str(name))} = {json.dumps(axes if isinstance(axes, str) else list(axes))}"
+            )
     for pattern, spec in state.rules:
         lines += ["[[rules]]", f"{json.dumps(pattern)} = {json.dumps(spec)}"]
     return "".join(f"{line}\n" for line in lines)
@@ -85,7 +87,10 @@ def python_of(state: State, source: Source, found: Any) -> str:
     body.append("print(sw.check(layout))")
     if state.on != "none" and is_recipe:
         body.append(f"print(sw.compile({name}, layout))")
-    imports, rest = [line for line in body if _is_import(line)], [b for b in body if not _is_import(b)]
+    imports, rest = (
+        [line for line in body if _is_import(line)],
+        [b for b in body if not _is_import(b)],
+    )
     return "\n".join([*sorted({*imports, *lines}, key=_order), "", *rest]) + "\n"
 
 
@@ -133,14 +138,22 @@ def _loaded(state: State, source: Source, found: Any) -> list[str]:
     if not source.command:
         lines = [f"# {variable} is the one that the studio was opened on"]
     elif place.endswith(".py"):
-        lines = ["import runpy", f"{variable} = runpy.run_path({json.dumps(place)})[{json.dumps(name)}]"]
+        lines = [
+            "import runpy",
+            f"{variable} = runpy.run_path({json.dumps(place)})[{json.dumps(name)}]",
+        ]
     else:
         first, _, rest = name.partition(".")
-        lines = [f"from {place} import {first}", f"{variable} = {first}{'.' + rest if rest else ''}"]
+        lines = [
+            f"from {place} import {first}",
+            f"{variable} = {first}{'.' + rest if rest else ''}",
+        ]
     if not isinstance(found, Recipe):
         return lines
     fields = step_fields(state)
-    changes = [f"{key}={value!r}" for key, value in fields.items() if key not in ("remat", "microbatches")]
+    changes = [
+        f"{key}={value!r}" for key, value in fields.items() if key not in ("remat", "microbatches")
+    ]
     if state.batch:
         shapes = _shapes(found.batch)
         changes.append(f"batch={shapes}")
@@ -164,7 +177,9 @@ def _changed_model(found: Recipe, fields: dict[str, Any], lines: list[str]) -> l
     if not isinstance(Abilities(found).model, Decoder):
         return [f"remat={found.remat!r}"] if "remat" in fields else []
     lines += ["make = recipe.model", "def changed():", "    model = make()"]
-    lines += [f"    model.{key} = {fields[key]!r}" for key in ("remat", "microbatches") if key in fields]
+    lines += [
+        f"    model.{key} = {fields[key]!r}" for key in ("remat", "microbatches") if key in fields
+    ]
     lines.append("    return model")
     return ["model=changed", "remat=None"]
 

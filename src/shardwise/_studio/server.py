@@ -20,8 +20,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from .answers import Answers
-from .page import page_files
 from .lanes import Lane, Superseded, Task, sentence
+from .page import page_files
 from .source import Source
 from .state import State, parse_query
 
@@ -79,7 +79,9 @@ class Studio:
             Route(f"/{name}", _file(text, kind), methods=["GET"])
             for name, (text, kind) in page_files().items()
         ]
-        routes += [Route(f"/api/{n}", self._asked(ask), methods=["POST"]) for n, ask in asks.items()]
+        routes += [
+            Route(f"/api/{n}", self._asked(ask), methods=["POST"]) for n, ask in asks.items()
+        ]
         return Starlette(routes=routes)
 
     def guarded(self, app: Any) -> Any:
@@ -90,7 +92,9 @@ class Studio:
                 if scope["type"] == "lifespan":
                     await app(scope, receive, send)
                 return
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            headers = {
+                name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+            }
             refusal = self._refusal(scope, headers)
             if refusal:
                 await PlainTextResponse(f"{refusal}\n", 403, self._headers())(scope, receive, send)
@@ -120,7 +124,10 @@ class Studio:
             return "refused: this is a studio of shardwise, under the address that it printed"
         if headers.get("origin") not in (None, *(f"http://{host}" for host in here)):
             return "refused: the request comes from another page"
-        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and scope["path"] != "/":
+        if (
+            headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+            and scope["path"] != "/"
+        ):
             return "refused: the request comes from another site"
         if scope["path"].startswith("/api/"):
             given = headers.get(TOKEN_HEADER, "")
@@ -147,6 +154,7 @@ class Studio:
                 body += chunk
                 if len(body) > _MOST_BODY:
                     return JSONResponse({"error": "the question is too long"}, 413)
+            given: dict[str, Any] = {}
             try:
                 given = json.loads(body or b"{}")
                 if not isinstance(given, dict):
@@ -180,7 +188,11 @@ class Studio:
             raise ValueError("edits must be a short list")
 
         def work() -> dict[str, Any]:
-            return self.answers.exact(self.answers.edited(state, edits) if edits else state)
+            try:
+                moved = self.answers.edited(state, edits)
+            except Exception as error:  # what the user typed: an answer, not a broken question
+                return {"refused": sentence(error)}
+            return self.answers.exact(moved)
 
         return await asyncio.wrap_future(self._exact.ask(work))
 
@@ -198,7 +210,9 @@ class Studio:
 
     async def _search(self, given: dict[str, Any]) -> dict[str, Any]:
         state = _state(given)
-        keep = [name for name in ("strategy", "remat", "accumulate") if name in given.get("keep", ())]
+        keep = [
+            name for name in ("strategy", "remat", "accumulate") if name in given.get("keep", ())
+        ]
         proofs = given.get("compile", 0)
         if type(proofs) is not int or not 0 <= proofs <= 10:
             raise ValueError("compile is how many of the best to compile: 0 to 10")
@@ -282,7 +296,9 @@ class Running:
             listening.bind(("127.0.0.1", port))
         except OSError as error:
             listening.close()
-            raise ValueError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}") from error
+            raise ValueError(
+                f"port {port} of 127.0.0.1 cannot be used: {error.strerror}"
+            ) from error
         self._socket = listening
         studio.port = listening.getsockname()[1]
         config = uvicorn.Config(

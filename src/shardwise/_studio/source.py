@@ -16,6 +16,7 @@ from .._search import parse_batch, with_batch, with_step
 from .._step import with_optimizer
 from .state import State
 
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """What the controls act on; it stays the same while a studio runs.
@@ -51,7 +52,9 @@ class Source:
             ValueError: a part of the state does not exist, or cannot be applied.
         """
         if state.target not in self.targets:
-            raise ValueError(f"the target {state.target!r} is not one that this studio was opened on")
+            raise ValueError(
+                f"the target {state.target!r} is not one that this studio was opened on"
+            )
         if state.on != "none":
             chips = parse_chips(state.on)
             if chips.device_count != state.devices:

@@ -106,7 +106,9 @@ def parse_query(text: str) -> State:
     if len(text) > _LONGEST:
         raise ValueError(f"the state has {len(text):,} characters: at most {_LONGEST:,}")
     pairs = urllib.parse.parse_qsl(
-        text.removeprefix("?").replace("+", "%2B"), keep_blank_values=True, max_num_fields=_MOST_RULES + 20
+        text.removeprefix("?").replace("+", "%2B"),
+        keep_blank_values=True,
+        max_num_fields=_MOST_RULES + 20,
     )
     found: dict[str, Any] = {}
     rules: list[tuple[str, str]] = []

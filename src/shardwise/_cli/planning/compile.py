@@ -113,9 +113,7 @@ def compile_command(
     require_devices(on)
     require_writable(save, inputs=(target, rules, layout))
     require_writable(trace, "--trace", inputs=(target, rules, layout))
-    step = StepOptions(
-        batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer
-    )
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer)
     found, laid_out = lay_out(
         target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
         saved=layout,

@@ -123,9 +123,7 @@ def plan(
     require_writable(save, inputs=(target, rules, layout))
     if compile:
         require_devices(on)
-    step = StepOptions(
-        batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer
-    )
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer)
     found, laid_out = lay_out(
         target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
         saved=layout,

@@ -98,9 +98,7 @@ def studio(
     ] = None,
     open_browser: Annotated[
         bool,
-        typer.Option(
-            "--open/--no-open", help="Whether to open a browser.", rich_help_panel=OUTPUT
-        ),
+        typer.Option("--open/--no-open", help="Whether to open a browser.", rich_help_panel=OUTPUT),
     ] = True,
     port: Annotated[
         int,
@@ -190,7 +188,15 @@ def _source(
     words = [("--inputs", inputs), ("--method", method)]
 
     def found(state: State) -> Any:
-        names = ("batch", "remat", "accumulate", "loss_chunks", "offload", "microbatches", "optimizer")
+        names = (
+            "batch",
+            "remat",
+            "accumulate",
+            "loss_chunks",
+            "offload",
+            "microbatches",
+            "optimizer",
+        )
         given = StepOptions(**{name: getattr(state, name) or None for name in names})
         own = None if is_named(state.target) else loaded
         return load_step(state.target, given, devices=state.devices, loaded=own)

@@ -17,19 +17,24 @@ const remember = (kind, answer) => {
 
 const exact = new Newest("exact", (answer, body) => {
   if (answer.number !== page.number) return;
+  if (answer.refused) { refuse(answer.refused); return; }
   page.edits = [];
   page.waiting.exact = false;
   page.known.exact = answer;
   settle(answer.state, body.how);
 }, (error, body) => {
-  if (error.gone) return gone(error);
-  if (body.number !== page.number) return;
+  if (error.gone) gone(error);
+  else if (body.number === page.number) refuse(error.message);
+});
+
+// An edit that leads nowhere: the state stays, and the controls say so.
+function refuse(why) {
+  Object.assign(page, { edits: [], push: false });
   page.waiting.exact = false;
-  page.edits = [];
-  alertUser(error.message);
+  alertUser(why);
   if (page.state) { page.query = page.state.query; page.controls.show(page.state); }
   draw();
-});
+}
 
 const offers = new Newest("offered", (answer) => {
   if (answer.state.query !== page.query) return;
