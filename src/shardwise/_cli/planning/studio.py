@@ -156,7 +156,7 @@ def _source(
     import jax
 
     from ..._mesh import show_spec
-    from ..._studio import Source, State, first_mesh, parse_axes
+    from ..._studio import Source, State, first_mesh, parse_axes, parse_query
     from ...models import CONFIGS
     from ..published import StepOptions, is_named, load_step
     from ..rules_file import read_rules
@@ -213,5 +213,7 @@ def _source(
         calibration=calibration,
         prices=prices_of(price),
     )
-    found(start)  # what does not exist is said before a page opens
+    # What does not exist is said before a page opens.
+    parse_query(start.query)
+    source.lay_out(start)
     return source
