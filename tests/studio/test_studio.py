@@ -345,7 +345,9 @@ def test_the_copied_command_says_the_same(open_page, address):
     # And so does the program in Python.
     script = answer(address, "python", state=state_of(page).query)["text"]
     script += f"assert layout.bytes_per_device == {said['memory']['parameters']}, layout\n"
-    script = script.replace("print(sw.compile(recipe, layout))", "print(sw.estimate(recipe, layout).peak_bytes)")
+    script = script.replace(
+        "print(sw.compile(recipe, layout))", "print(sw.estimate(recipe, layout).peak_bytes)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     estimated = answer(address, "estimate", state=state_of(page).query)["estimate"]
