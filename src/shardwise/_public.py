@@ -30,6 +30,7 @@ from ._layout import tensor as tensor
 from ._layout import zero1 as zero1
 from ._layout import zero2 as zero2
 from ._mesh import mesh as mesh
+from ._nnx import Follows as Follows
 from ._nnx import Leaf as Leaf
 from ._nnx import Opinion as Opinion
 from ._nnx import Recipe as Recipe
@@ -40,6 +41,7 @@ from ._parallel import sequence_parallel_attention as sequence_parallel_attentio
 from ._place import Move as Move
 from ._place import Transfer as Transfer
 from ._place import init as init
+from ._place import merge_adapters as merge_adapters
 from ._place import shard as shard
 from ._place import transfer as transfer
 from ._processes import LostProcess as LostProcess

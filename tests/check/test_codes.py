@@ -52,6 +52,10 @@ def linear(inner=8, outer=16, *, names=None, bias=False, param_dtype="float32", 
     return lambda: nnx.Linear(inner, outer, **options, rngs=rngs())
 
 
+def lora():
+    return nnx.LoRALinear(8, 16, lora_rank=4, use_bias=False, rngs=rngs())
+
+
 def stack(names, *, bias=False, **options):
     """Returns a factory of three layers stacked by nnx.vmap."""
 
@@ -310,6 +314,13 @@ POSITIVE = {
         "SW105 is allowed here but not found",
         "remove the allowance",
     ),
+    "SW113": (
+        lambda: check(lora, "model=4", {"kernel": COLUMN, "**.lora_b": ROW}),
+        "lora.lora_b",
+        "its rank, dim 0 (size 4), is split over axis 'model'; dim 1 is not split, but runs along dim 1 "
+        "of kernel, which is split over axis 'model'",
+        "use P(None, 'model'), or drop the rule that chose its spec: it then follows kernel",
+    ),
     "SW201": (
         lambda: audit(linear(), linear(), {"kernel": P("data")}),
         "kernel",
@@ -488,6 +499,7 @@ NEGATIVE = {
     "SW110": lambda: check(stack((None, "model"), transform_metadata=STACK), "model=4"),
     "SW111": lambda: check(mlp, "data=2,model=4,seq=1", {"**.kernel": ROW}),
     "SW112": lambda: check(mlp, "seq=2", allow={"SW111": "seq"}),
+    "SW113": lambda: check(lora, "model=4", {"kernel": COLUMN, "**.lora_a": P()}),
     "SW201": lambda: audit(linear(), linear(), {"kernel": P("data")}, {"kernel": P("data")}),
     "SW202": lambda: audit(linear(bias=True), linear(bias=True)),
     "SW203": lambda: audit(linear(), linear()),

@@ -142,7 +142,7 @@ WRONG = {
     ),
     "resume from nowhere": (
         ("train", "small.py:recipe", *RUN, "--steps", "1", "--resume"),
-        "--every, --minutes and --resume need --checkpoints DIR",
+        "--every, --minutes, --resume and --trained-only need --checkpoints DIR",
     ),
     "no steps": (
         ("train", "small.py:recipe", *RUN, "--steps", "0"),

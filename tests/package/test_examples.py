@@ -32,6 +32,28 @@ def test_it_is_one_page(file):
 
 
 @pytest.mark.once
+def test_lora_from_a_folder_to_a_folder_and_text(tmp_path, run):
+    pytest.importorskip("qwix")
+    file = EXAMPLES / "finetune" / "lora.py"
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 130
+    losses, text = runpy.run_path(str(file))["main"](tmp_path, steps=6, show=False)
+    assert (
+        losses[-1] < losses[0] - 0.02 and text.startswith(b"a rose is a rose") and len(text) == 40
+    )
+    # The commands that it names; the run is complete, and finds that its base is the same.
+    options = ["--mesh", "data=2,model=4", "--on", "cpu:8", "--strategy", "fsdp+tensor"]
+    status, out, _ = run("check", f"{file}:recipe", *options)
+    assert status == 0 and out.endswith("no findings\n"), out
+    more = ["--steps", "6", "--checkpoints", str(tmp_path / "run"), "--resume", "--trained-only"]
+    status, _, err = run(
+        "train", f"{file}:recipe", *options, *more, "--weights", str(tmp_path / "base")
+    )
+    assert status == 0, err
+    status, _, err = run("train", f"{file}:recipe", *options, *more)
+    assert status == 2 and "was trained with other values of blocks.0.attention.k" in err
+
+
+@pytest.mark.once
 def test_the_budget_of_a_user_s_own_test():
     """As a user would run it."""
     path = EXAMPLES / "ci" / "test_budget.py"

@@ -61,3 +61,21 @@ def test_a_process_that_does_not_see_the_files_stops_both(checkpoint, tmp_path):
     assert status != 0 and "SW608" in text
     assert "failed while checking the weights" in text, text
     assert not (tmp_path / "saved").exists()
+
+
+def test_adapters_are_trained_as_in_one_process(tmp_path):
+    pytest.importorskip("qwix")
+    found = []
+    for processes, devices in ((1, 8), (2, 4)):
+        command = [sys.executable, str(HERE / "launch.py"), str(processes), str(devices)]
+        place = tmp_path / str(processes)
+        command += [sys.executable, str(HERE / "lora.py"), str(tmp_path / "base"), str(place)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (line,) = (line for line in done.stdout.splitlines() if line.endswith("]"))
+        losses = json.loads(line[line.rindex("[") :])
+        files = sorted(place.glob("*.safetensors"))
+        found.append((losses, [file.stat().st_size for file in files]))
+    assert len(found[0][0]) == 2
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-6)
+    assert found[0][1] == found[1][1]

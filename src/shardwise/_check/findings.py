@@ -29,6 +29,7 @@ CODES: dict[str, tuple[str, str]] = {
     "SW110": ("stack-dim-lost", WARNING),
     "SW111": ("unused-axis", WARNING),
     "SW112": ("unused-allow", WARNING),
+    "SW113": ("adapter-base-mismatch", WARNING),
     "SW201": ("not-as-planned", ERROR),
     "SW202": ("missing-leaf", ERROR),
     "SW203": ("unplanned-leaf", ERROR),

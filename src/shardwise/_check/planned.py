@@ -19,7 +19,7 @@ from .._mesh import (
     show_mesh,
     show_spec,
 )
-from .._nnx import Leaf
+from .._nnx import Leaf, followed
 from .findings import Allow, Finding, Findings, allowed_paths, make_finding, sift
 from .replication import REPLICATED_BYTES, Replication
 
@@ -57,6 +57,7 @@ def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Ite
     mesh = show_mesh(layout.mesh)
     replication = Replication(layout, replicated_bytes, allowed_paths(allow, "SW105"))
     shared = _shared(layout, allow)
+    by_path = {leaf.path: leaf for leaf in layout.leaves}
     siblings: dict[tuple, dict[str, Leaf]] = {}
     places: dict[str, str | None] | None = None
     for leaf in layout.leaves:
@@ -82,6 +83,8 @@ def _findings(layout: Layout, replicated_bytes: int, allow: Allow | None) -> Ite
         yield from _ambiguous(leaf, context)
         yield from _stack_lost(leaf, context)
         if not found:
+            if leaf.follows is not None:
+                yield from _adapter_mismatch(leaf, by_path.get(leaf.follows.base), context)
             yield from replication.of_leaf(leaf, context)
             if leaf.keys and leaf.keys[-1] in ("kernel", "bias"):
                 siblings.setdefault(leaf.keys[:-1], {})[leaf.keys[-1]] = leaf
@@ -207,6 +210,46 @@ def _bias_mismatch(kernel: Leaf, bias: Leaf, mesh: str) -> Iterator[Finding]:
             f"kernel shape {kernel.shape} spec {show_spec(kernel.spec)}  "
             f"bias shape {bias.shape} spec {show_spec(bias.spec)}  mesh {mesh}",
         )
+
+
+def _adapter_mismatch(leaf: Leaf, base: Leaf | None, context: str) -> Iterator[Finding]:
+    """Yields how an adapter or a scale contradicts the leaf that it belongs to."""
+    follows = leaf.follows
+    assert follows is not None
+    taken = padded(leaf.spec, leaf.ndim)
+    wrong = []
+    if follows.rank is not None:
+        axes = [a for a in taken[follows.rank] if leaf.sizes[a] > 1]
+        if axes:
+            wrong.append(
+                f"its rank, dim {follows.rank} (size {leaf.shape[follows.rank]}), is split over "
+                f"{_named(axes)}"
+            )
+    if base is not None and not base.faults:
+        wanted = followed(leaf, base)
+        for dim, along in enumerate(follows.dims):
+            have, want = _used(leaf, dim), _used(wanted, dim)
+            if dim == follows.rank or have == want:
+                continue
+            split = f"split over {_named(have)}" if have else "not split"
+            if not along:
+                wrong.append(f"dim {dim} is {split}, but the same along all of {base.path}")
+                continue
+            theirs = f"dim {'+'.join(map(str, along))} of {base.path}"
+            wanted_split = f"split over {_named(want)}" if want else "not split so"
+            wrong.append(f"dim {dim} is {split}, but runs along {theirs}, which is {wanted_split}")
+    if not wrong:
+        return
+    help = "never split the rank"
+    if base is not None and not base.faults:
+        use = show_spec(followed(leaf, base).spec)
+        help = f"use {use}, or drop the rule that chose its spec: it then follows {base.path}"
+        context += f"  {base.path} {base.shape} {show_spec(base.spec)}"
+    yield make_finding("SW113", leaf.path, "; ".join(wrong), help, context)
+
+
+def _named(axes: Sequence[str]) -> str:
+    return f"axis {axes[0]!r}" if len(axes) == 1 else f"axes {', '.join(map(repr, axes))}"
 
 
 def _used(leaf: Leaf, dim: int) -> Axes:

@@ -8,17 +8,18 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+from flax import nnx
 
 from .._base import public
 from .._check import Allow
 from .._layout import Layout
 from .._mesh import show_mesh
-from .._nnx import Recipe
+from .._nnx import Recipe, keyed_leaves
 from .._place import own_mesh, require_mesh
 from .._processes import exchange
 from .._step import (
@@ -34,7 +35,16 @@ from .digest import ALGORITHM, digests
 from .errors import CheckpointError, reason_for
 from .preflight import Preflight, array_rows, flight_check
 from .step_files import ABOUT, FORMAT, LAYOUT, UnknownFormat, read_about, sealed
-from .stored_state import from_tree, in_memory, on_disk, to_tree, wrong_arrays
+from .stored_state import (
+    from_tree,
+    frozen_paths,
+    in_memory,
+    on_disk,
+    to_tree,
+    with_frozen,
+    without,
+    wrong_arrays,
+)
 from .writer_lock import LOCK, Taken, WriterLock
 
 if TYPE_CHECKING:
@@ -79,6 +89,7 @@ class Checkpoints:
         keep: int | None = 3,
         every: int | None = None,
         minutes: float | None = None,
+        trained_only: bool = False,
     ):
         """Sets the directory, which is created by the first save.
 
@@ -88,6 +99,9 @@ class Checkpoints:
             every: how often `sw.fit` saves, in steps.
             minutes: how often `sw.fit` saves, in minutes; may be combined with `every`. With
                 neither, it saves only at the end.
+            trained_only: whether `sw.fit` leaves out parameters that are not trained, such as the
+                base of a model with adapters (LoRA). A resumed run takes them from where they came
+                from, `fit(model=…)` or the recipe's function; digests prove that they are the same.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be a positive integer or None, got {keep}")
@@ -97,6 +111,7 @@ class Checkpoints:
             raise ValueError(f"minutes must be positive, got {minutes}")
         self.directory = Path(directory).absolute()
         self.keep, self.every, self.minutes = keep, every, minutes
+        self.trained_only = trained_only
         self._writer: Writer | None = None
         self._lock = WriterLock(self.directory, is_idle=lambda: self._writer is None)
         self._saving: int | None = None
@@ -110,6 +125,7 @@ class Checkpoints:
         position: int = 0,
         layout: Layout | None = None,
         finite: Collection[str] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         """Starts to save a step, and returns as soon as the state's buffers may be donated.
 
@@ -120,6 +136,8 @@ class Checkpoints:
             layout: the model's layout; its lockfile is saved too, as `about/layout.json`.
             finite: paths of arrays (`kernel`, `optimizer.0.mu.kernel`) that must be finite. If one
                 is not, the step is discarded, and the next save, or `wait`, raises `NotFinite`.
+            frozen: paths of the model's arrays that never change. Only their digests are saved, and
+                a restore needs them again.
 
         Raises:
             CheckpointError: this save could not be started, or the previous one failed.
@@ -135,7 +153,10 @@ class Checkpoints:
         with self._explained(could_not):
             self._take_lock(could_not)
         try:
-            self._begin(step, state, could_not, position=position, layout=layout, finite=finite)
+            self._begin(
+                step, state, could_not,
+                position=position, layout=layout, finite=finite, frozen=frozen,
+            )  # fmt: skip
         except BaseException:
             self.release()
             raise
@@ -150,6 +171,7 @@ class Checkpoints:
         position: int,
         layout: Layout | None,
         finite: Collection[str],
+        frozen: Collection[str],
     ) -> None:
         target = self.directory / str(step)
         if target.exists():
@@ -157,10 +179,13 @@ class Checkpoints:
                 f"{self.directory} already has step {step}: each step can be saved only once"
             )
         rows = array_rows(state)
+        for path in frozen:
+            rows[f"model.{path}"]["frozen"] = True
         mesh = state.step.sharding.mesh
         arrays = on_disk(state)
         with own_mesh(mesh):
             digest_of = digests(named_arrays(arrays))
+        arrays = without(arrays, frozen)
         about = {
             "format": FORMAT,
             "digest": ALGORITHM,
@@ -288,7 +313,9 @@ class Checkpoints:
         """
         return flight_check(make_blueprint(recipe, layout), self.about(step), allow=allow)
 
-    def restore(self, recipe: Recipe, layout: Layout, *, step: int | None = None) -> TrainState:
+    def restore(
+        self, recipe: Recipe, layout: Layout, *, step: int | None = None, model: Any = None
+    ) -> TrainState:
         """Returns the state of a step, read directly into this layout's shards.
 
         Args:
@@ -296,20 +323,35 @@ class Checkpoints:
             layout: any layout of its model, on any mesh of available devices; each process reads
                 only the shards of its own devices.
             step: the step; the newest by default.
+            model: the model with the parameters that a run with `trained_only` did not save; by
+                default, they are initialised as the recipe's function does.
 
         Raises:
             LayoutError: the checkpoint does not match this recipe; no array is read.
-            CheckpointError: there is no such checkpoint, or it is damaged.
+            CheckpointError: there is no such checkpoint, it is damaged, or parameters that were not
+                saved are not those that the run had.
         """
-        return self.restore_onto(make_blueprint(recipe, layout), step=step)
+        blueprint = make_blueprint(recipe, layout)
+        arrays = {}
+        if model is not None:
+            live = dict(keyed_leaves(nnx.split(model)[1]))
+            arrays = {leaf.path: live.get(leaf.keys) for leaf in blueprint.layout.leaves}
+        return self.restore_onto(blueprint, step=step, given=arrays)
 
-    def restore_onto(self, blueprint: Blueprint, *, step: int | None = None) -> TrainState:
+    def restore_onto(
+        self,
+        blueprint: Blueprint,
+        *,
+        step: int | None = None,
+        given: Mapping[str, Any] | None = None,
+    ) -> TrainState:
         """Returns the state of a step like `restore`, given the blueprint of a training step.
 
         Args:
             blueprint: what the training step is built from, `step.blueprint`; nothing is traced or
                 checked again.
             step: the step to restore; the newest by default.
+            given: arrays of the model by path, of which those are used that were not saved.
         """
         require_mesh(blueprint.layout)
         step = self._pick(step)
@@ -319,10 +361,17 @@ class Checkpoints:
         with self._explained(could_not, self._others(step)), own_mesh(blueprint.layout.mesh):
             from .orbax import read_arrays
 
-            stored = on_disk(blueprint.abstract)
+            frozen = frozen_paths(about)
+            stored = without(on_disk(blueprint.abstract), frozen)
             read = read_arrays(self.directory / str(step) / "state", to_tree(stored))
-            arrays = from_tree(read, stored)
+            arrays = with_frozen(from_tree(read, stored), frozen, blueprint, given or {})
             wrong = wrong_arrays(arrays, about)
+        if others := [path for path in wrong if path in frozen]:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise CheckpointError(
+                f"step {step} in {self.directory} was trained with other values of {others[0]}{more}, "
+                f"which are not trained and so not saved: start from the same weights"
+            )
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise CheckpointError(

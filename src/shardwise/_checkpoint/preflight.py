@@ -61,7 +61,8 @@ def flight_check(
     """Returns what restoring the checkpoint described by `about` to `blueprint` would find."""
     wanted = named_arrays(blueprint.abstract)
     findings = sift(_findings(blueprint, wanted, about), allow)
-    sizes = _read_bytes(blueprint, wanted)
+    frozen = {name for name, row in about["arrays"].items() if row.get("frozen")}
+    sizes = _read_bytes(blueprint, {k: x for k, x in wanted.items() if k not in frozen})
     total = sum(math.prod(x.shape) * x.dtype.itemsize for x in wanted.values())
     return Preflight(about["step"], findings, sizes, total)
 

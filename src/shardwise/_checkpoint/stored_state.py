@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._layout import key_impl
-from .._place import put_anywhere, wrap_keys
+from .._place import initialise_some, put_anywhere, wrap_keys
 from .._step import Blueprint, TrainState, named_arrays, show_array
 from . import digest_v1
 from .digest import ALGORITHM, digests
@@ -60,6 +62,40 @@ def from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
         }
 
     return TrainState(tree["step"], part("model"), part("optimizer"), part("ema"))
+
+
+def without(state: TrainState, frozen: Collection[str]) -> TrainState:
+    """Returns the state without the model's arrays at these paths."""
+    model = {path: x for path, x in state.model.items() if path not in frozen}
+    return dataclasses.replace(state, model=model)
+
+
+def frozen_paths(about: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the paths of the model's arrays that a checkpoint has only digests of."""
+    rows = about["arrays"].items()
+    return frozenset(show_array(name) for name, row in rows if row.get("frozen"))
+
+
+def with_frozen(
+    state: TrainState, frozen: Collection[str], blueprint: Blueprint, given: Mapping[str, Any]
+) -> TrainState:
+    """Returns the state with the arrays that were not saved: given, or initialised."""
+    if not frozen:
+        return state
+    leaves = list(enumerate(blueprint.layout.leaves))
+    made = [n for n, leaf in leaves if leaf.path in frozen and given.get(leaf.path) is None]
+    initial = initialise_some(blueprint.model, blueprint.layout, made)
+    model = {}
+    for number, leaf in leaves:
+        if leaf.path not in frozen:
+            model[leaf.path] = state.model[leaf.path]
+        elif number in initial:
+            model[leaf.path] = initial[number]
+        else:
+            # A copy, since the first step donates it.
+            sharding = blueprint.shardings.model[leaf.path]
+            model[leaf.path] = jnp.copy(put_anywhere(given[leaf.path], sharding))
+    return dataclasses.replace(state, model=model)
 
 
 def wrong_arrays(state: TrainState, about: dict[str, Any]) -> list[str]:

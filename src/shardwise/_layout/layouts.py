@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from .._base import count, either, public, show_bytes, show_devices, show_type, text_table
 from .._jax import show_value
 from .._mesh import AnyMesh, require_spec, shard_shape, show_mesh, show_spec
-from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, leaves_of
+from .._nnx import Leaf, Left, Model, Opinion, Recipe, abstract_model, followed, leaves_of
 from . import lockfile
 from .flow import Method, call_arguments, method_of, trace_flow
 from .optimizer import optimizer_leaves
@@ -417,11 +417,40 @@ def _sizes(mesh: AnyMesh) -> dict[str, int]:
 
 
 def _decide(named: Sequence[tuple[str, Any]], leaves: list[Leaf], scene: Scene) -> list[Leaf]:
-    """Returns the leaves after all rules, in order; ZeRO comes last, since it adds to final specs."""
+    """Returns the leaves after all rules, in order; ZeRO comes last, since it adds to final specs.
+
+    Adapters and scales follow their bases after each rule, unless a rule of the user's own chose
+    their spec. Of the strategies, they listen only to FSDP, which stores each adapter for itself,
+    and to ZeRO.
+    """
+    own: set[str] = set()
     for source, rule in sorted(named, key=lambda pair: isinstance(pair[1], Zero)):
         pick = rule.bind(leaves, scene) if hasattr(rule, "bind") else rule
-        leaves = [_apply(leaf, source, pick) for leaf in leaves]
+        before = leaves
+        leaves = [_apply(leaf, source, pick) if _listens(leaf, rule) else leaf for leaf in leaves]
+        if not any(leaf.follows for leaf in leaves) or isinstance(rule, Zero):
+            continue
+        if not hasattr(rule, "bind"):
+            own |= {
+                new.path
+                for old, new in zip(before, leaves, strict=True)
+                if new.follows and new.trail != old.trail and new.trail[-1].spec is not None
+            }
+        by_path = {leaf.path: leaf for leaf in leaves}
+        leaves = [
+            followed(leaf, by_path[leaf.follows.base])
+            if leaf.follows and leaf.follows.base in by_path and leaf.path not in own
+            else leaf
+            for leaf in leaves
+        ]
     return leaves
+
+
+def _listens(leaf: Leaf, rule: Any) -> bool:
+    """Returns whether a rule is asked about a leaf."""
+    if leaf.follows is None or not leaf.follows.base or not hasattr(rule, "bind"):
+        return True
+    return isinstance(rule, Zero) or (isinstance(rule, Fsdp) and not leaf.follows.is_scale)
 
 
 def _apply(leaf: Leaf, source: str, pick: Any) -> Leaf:

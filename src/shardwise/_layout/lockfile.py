@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._base import write_atomically
 from .._mesh import AnyMesh, mesh_types, parse_spec, show_spec
-from .._nnx import Leaf, Left, Opinion, show_path, split_path
+from .._nnx import Follows, Leaf, Left, Opinion, show_path, split_path
 
 FORMAT = 1
 _KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -163,7 +163,16 @@ def _leaf(row: Mapping[str, Any], sizes: Mapping[str, int]) -> Leaf:
         stacked=tuple(row.get("stacked", ())),
         moments=parse_spec(row["moments"]) if "moments" in row else None,
         gradients=parse_spec(row["gradients"]) if "gradients" in row else None,
+        follows=_follows(row["follows"]) if "follows" in row else None,
     )
+
+
+def _follows(row: Mapping[str, Any]) -> Follows:
+    dims = tuple(map(_shape, row["dims"]))
+    rank = row["rank"]
+    if rank is not None and not 0 <= rank < len(dims):
+        raise ValueError(f"the rank of {row['role']!r} is dim {rank!r} of {len(dims)}")
+    return Follows(str(row["base"]), str(row["role"]), dims, rank)
 
 
 def _hashable(keys: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from .._base import count, either, public, show_type
 from .._jax import active_axis_rules, show_value
 from .._mesh import Axes, closest_axis, dim_axes, normal_spec, require_spec, show_spec
-from .._nnx import AbstractModel, Leaf, Opinion, sharding_rules_of, split_path
+from .._nnx import AbstractModel, Leaf, Opinion, plain_keys, sharding_rules_of, split_path
 
 if TYPE_CHECKING:
     from .flow import Flow
@@ -60,7 +60,8 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
     """Returns a rule that picks a spec by a leaf's number of dims.
 
     Stacked dims do not count, so a scanned layer gets the spec of a plain one, with None for
-    the stacked dim.
+    the stacked dim. Adapters (LoRA) and scales of quantised arrays follow the leaves that they
+    belong to, whatever their own number of dims.
 
     Example:
         >>> import shardwise as sw
@@ -81,6 +82,8 @@ def by_rank(specs: Mapping[int, P]) -> Rule:
         require_spec(spec, f"by_rank({{{rank}: ...}})")
 
     def pick(leaf: Leaf) -> Opinion | None:
+        if leaf.follows is not None and leaf.follows.base:
+            return None
         rank = leaf.ndim - len(leaf.stacked)
         if rank not in specs:
             return None
@@ -108,7 +111,9 @@ def replicate() -> Rule:
     return _replicate
 
 
-def _replicate(leaf: Leaf) -> Opinion:
+def _replicate(leaf: Leaf) -> Opinion | None:
+    if leaf.follows is not None and leaf.follows.base:
+        return None  # as the leaf that it belongs to, which a later rule may split
     return Opinion(P(), "replicated on every device, as requested", intentional=True)
 
 
@@ -123,9 +128,16 @@ class Patterns:
     compiled: tuple[tuple[str, re.Pattern[str], P], ...]
 
     def matches(self, leaf: Leaf) -> list[tuple[str, P]]:
-        """Returns each pattern that matches, with its spec."""
-        text = steps_text(leaf.keys)
-        return [(pattern, spec) for pattern, regex, spec in self.compiled if regex.fullmatch(text)]
+        """Returns each pattern that matches, with its spec.
+
+        A kernel that is wrapped in an adapter, or quantised, also has the path that it has without.
+        """
+        texts = {steps_text(leaf.keys), steps_text(plain_keys(leaf.keys))}
+        return [
+            (pattern, spec)
+            for pattern, regex, spec in self.compiled
+            if any(regex.fullmatch(text) for text in texts)
+        ]
 
     def __call__(self, leaf: Leaf) -> Opinion | None:
         """Returns the spec of the first pattern that matches; `check` reports clashes."""

@@ -111,10 +111,16 @@ class Fsdp:
 
 
 def _stacks(leaves: Sequence[Leaf], scene: Scene) -> dict[str, set[int]]:
-    """Returns, by path, the dims that are stacks of layers."""
+    """Returns, by path, the dims that are never split: stacks of layers, and ranks of adapters."""
     flow = scene.known()  # not worth tracing a loss for
     scanned = {} if flow is None else scanned_dims(leaves, flow)
-    return {leaf.path: {*leaf.stacked, *scanned.get(leaf.path, ())} for leaf in leaves}
+    return {
+        leaf.path: {*leaf.stacked, *scanned.get(leaf.path, ()), *_rank(leaf)} for leaf in leaves
+    }
+
+
+def _rank(leaf: Leaf) -> tuple[int, ...]:
+    return () if leaf.follows is None or leaf.follows.rank is None else (leaf.follows.rank,)
 
 
 def _small(leaves: Sequence[Leaf], picks: Mapping[str, Opinion], ways: int) -> dict[str, Opinion]:

@@ -83,6 +83,8 @@ class _Choice:
         self.leaves, self.flow, self.axis, self.ways = leaves, flow, axis, ways
         self.members: dict[int, list[tuple[int, int]]] = {}
         for index, dims in enumerate(flow.leaf_groups):
+            if leaves[index].follows is not None:
+                continue  # it follows its base
             for dim, groups in enumerate(dims):
                 for group in groups:
                     self.members.setdefault(group, []).append((index, dim))

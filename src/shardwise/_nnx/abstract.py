@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from .._base import show_type
 from .._mesh import AnyMesh
+from .adapters import with_bases
 from .build import trace_build
 from .leaf import Leaf
 from .paths import Keys, arrays_of, child_of, keyed_leaves, show_path, variables_of
@@ -108,7 +109,8 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
                     stacked=_extra_dims(array.shape, expected) or _named_stacks(array.shape, names),
                 )
             )
-    return _spread_stacks(found, known={k for k, _ in model.variables if _is_known(model, k)})
+    known = {k for k, _ in model.variables if _is_known(model, k)}
+    return with_bases(_spread_stacks(found, known), model)
 
 
 def sharding_rules_of(variable: Any) -> Any:

@@ -62,6 +62,37 @@ class Opinion:
 
 @public
 @dataclasses.dataclass(frozen=True, slots=True)
+class Follows:
+    """The leaf that an adapter or a quantised array's scale belongs to: its base.
+
+    Attributes:
+        base: the path of the base; empty for an adapter whose base is not known.
+        role: `lora_a`, `lora_b`, `magnitude` (of DoRA), `scale` or `zero_point`.
+        dims: for each dim, the dims of the base that it runs along: several where they are joined
+            in one, and none for the rank and for what is the same along the base's dim.
+        rank: the dim of the adapter's rank, which is never split; None if it has none.
+
+    Example:
+        >>> import shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.LoRALinear(16, 32, lora_rank=4, rngs=nnx.Rngs(0))
+        >>> sw.layout(make, sw.mesh("model=4", on="none"))["lora.lora_b"].follows
+        Follows(base='kernel', role='lora_b', dims=((), (1,)), rank=0)
+    """
+
+    base: str
+    role: str
+    dims: tuple[tuple[int, ...], ...]
+    rank: int | None = None
+
+    @property
+    def is_scale(self) -> bool:
+        """Whether it is a part of a quantised array, rather than of an adapter."""
+        return self.role in ("scale", "zero_point")
+
+
+@public
+@dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
     """One array of the model's state, with its place in the layout.
 
@@ -85,6 +116,7 @@ class Leaf:
             if that follows `spec`.
         gradients: how its gradient is split, where a rule chose that (`zero2`); None if that
             follows `spec`.
+        follows: the leaf that it belongs to, of an adapter or a quantised array's scale.
     """
 
     path: str
@@ -103,6 +135,7 @@ class Leaf:
     left: Left = ""
     moments: P | None = None
     gradients: P | None = None
+    follows: Follows | None = None
 
     @property
     def ndim(self) -> int:
@@ -190,7 +223,7 @@ class Leaf:
         """Returns the leaf as plain data, as JSON and lockfiles have it.
 
         What one device holds is None where the spec cannot be applied. `moments` and `gradients`
-        are there only where a rule chose them.
+        are there only where a rule chose them, `follows` only for adapters and scales.
         """
         sound = not self.faults
         chosen = {"moments": self.moments, "gradients": self.gradients}
@@ -205,6 +238,7 @@ class Leaf:
             "copies": self.copies if sound else None,
             "reason": self.reason,
             **{name: show_spec(spec) for name, spec in chosen.items() if spec is not None},
+            **({} if self.follows is None else {"follows": dataclasses.asdict(self.follows)}),
         }
 
     def _require_sound(self) -> None:

@@ -15,6 +15,7 @@ from .._jax import see_pipeline
 from .._mesh import STAGES, AnyMesh
 from .._nnx import dotted
 from .._simulate import is_traced
+from .adapting import adapt_stack, is_adapting
 from .blocks import depth_of, fold, stack_state, through
 from .manual import find_mesh, in_body, run_manual, vary
 from .stages import choose_microbatches, find_place, require_rows, rule_axes, run_stages
@@ -123,6 +124,8 @@ class Pipeline:
             *extras: further arguments, the same for every block and microbatch.
         """
         _require_plain(extras)
+        if self.module is not None and is_adapting(self.module):
+            return adapt_stack(self.module, batch, extras)
         axis = self._layout_axis() if self.axis is None else self.axis
         if axis is None:
             return self._unsplit(batch, extras)

@@ -1,5 +1,6 @@
 """Placing arrays on devices: initialising a model in its shards, or moving it to a layout."""
 
+from .merging import merge_adapters as merge_adapters
 from .parts import put_anywhere as put_anywhere
 from .parts import wrap_keys as wrap_keys
 from .place import init as init

@@ -319,7 +319,10 @@ class Blueprint:
         cast = {
             path: _as_dtype(x, dtype)
             for path, x in arrays.items()
-            if path in self._parameter_paths and jnp.issubdtype(x.dtype, jnp.floating)
+            # The values of an array that is quantised to 8 bits stay so.
+            if path in self._parameter_paths
+            and jnp.issubdtype(x.dtype, jnp.floating)
+            and x.dtype.itemsize > 1
         }
         # Constrained to its own sharding, a parameter is gathered in the smaller dtype.
         return {**arrays, **self._as_stored(cast)}
@@ -328,6 +331,11 @@ class Blueprint:
     def _parameter_paths(self) -> frozenset[str]:
         state = jax.tree.unflatten(self.layout.treedef, [leaf.path for leaf in self.layout.leaves])
         return frozenset(jax.tree.leaves(nnx.filter_state(state, nnx.Param))) | set(self.trained)
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[str]:
+        """The paths of the parameters that are not trained."""
+        return self._parameter_paths - {*self.trained}
 
     def _restored(self, arrays: Arrays) -> Arrays:
         """Returns arrays that are split for the update as the variables themselves are."""

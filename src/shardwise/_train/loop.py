@@ -80,8 +80,8 @@ def fit(
             bar.
         profile: the first of five steps to profile.
         show: whether to show progress.
-        model: initial weights, in any form that `sw.train_state` accepts; ignored when resuming
-            from a checkpoint.
+        model: initial weights, in any form that `sw.train_state` accepts. A run that resumes has its
+            own, but those that `Checkpoints(trained_only=True)` did not save.
 
     Raises:
         ProcessesDiffer: a process runs a different program, or has different data or checkpoints.
@@ -183,7 +183,7 @@ def fit_with(
                 together(f"restoring step {newest}"),
                 working(f"restoring step {newest}", show=shown),
             ):
-                state = checkpoints.restore_onto(blueprint, step=newest)
+                state = checkpoints.restore_onto(blueprint, step=newest, given=given)
                 position = checkpoints.about(newest)["position"]
         else:
             doing = "initialising the model in its shards"
@@ -210,7 +210,8 @@ def fit_with(
 
     with own_mesh(mesh), Stopping(mesh) as stop, watch:
         if saved:
-            also = "; model= is ignored" if given is not None else ""
+            ignored = given is not None and checkpoints and not checkpoints.trained_only
+            also = "; model= is ignored" if ignored else ""
             watch.say(f"resumed from step {first} in {saver.place}{also}")
         if first >= steps:
             watch.say(f"nothing to do: the run already has {first} of {steps} steps")
@@ -307,8 +308,9 @@ class _Saver:
         if self.checkpoints is None:
             return
         self.checkpoints.save(
-            number, state, position=position, layout=self.blueprint.layout, finite=self._finite
-        )
+            number, state, position=position, layout=self.blueprint.layout, finite=self._finite,
+            frozen=self.blueprint.frozen if self.checkpoints.trained_only else (),
+        )  # fmt: skip
         if self._late is not None:
             self._late.settle()  # what was due before this save no longer is
         self._saved_at = time.monotonic()

@@ -6,7 +6,7 @@ import collections
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from .._base import public
 from .._check import Allow, Findings, make_finding, matched
 from .._layout import Layout
-from .._nnx import abstract_model
+from .._nnx import AbstractModel, abstract_model, quantiser
 from .._place import initialise_some, put_anywhere, require_devices
 from .._processes import together
 from .header import FileFault
@@ -50,6 +50,9 @@ def load(
 
     Every process reads only the bytes that its devices need. Transposes, splits, stacks and casts are
     ranges of bytes: no array larger than a shard is ever in memory.
+
+    Adapters (LoRA) that the checkpoint does not have are initialised, and kernels that the model
+    quantises (qwix) are read as they are stored, and quantised on the devices.
 
     Args:
         make: a function without arguments that returns the model; or a model, whose leaves that
@@ -86,17 +89,25 @@ def load(
     with together(f"checking the weights in {os.fspath(path)}"):
         plan = plan_load(abstract, own, path, names=names, dtype=dtype, allow=allow)
         _raise(plan.preflight.findings)
-    rest = [number for number, pieces in enumerate(plan.sources) if not pieces]
+    made = {part for parts in plan.quantised.values() for part in parts.values()}
+    rest = [n for n, pieces in enumerate(plan.sources) if not pieces and n not in made]
     if isinstance(make, nnx.Module):
         arrays = _kept(make, own, rest)
     else:
         arrays = initialise_some(abstract, own, rest)
     with together(f"reading the weights in {os.fspath(path)}"):
         try:
-            arrays |= _read(plan, own, progress)
+            quantise = _Quantise(abstract, own, plan.quantised)
+            # One process quantises each array as it is read. Of several, one may fail to read, while
+            # the others wait for it to quantise an array that they share.
+            at_once = quantise if jax.process_count() == 1 else None
+            arrays |= _read(plan, own, progress, at_once)
         except FileFault as fault:
             finding = make_finding(fault.code, fault.path, fault.fact, fault.help)
             raise WeightsError(Findings((finding,))) from fault
+    if at_once is None:
+        for number in plan.quantised:
+            arrays |= quantise(number, arrays.pop(number))
     leaves = [arrays[number] for number in range(len(own.leaves))]
     return nnx.merge(abstract.graphdef, jax.tree.unflatten(own.treedef, leaves))
 
@@ -123,6 +134,44 @@ def _kept(model: nnx.Module, layout: Layout, rest: Sequence[int]) -> dict[int, j
 def _is_on_host(device: Any) -> bool:
     """Returns whether what is read is the shard itself."""
     return device.platform == "cpu"
+
+
+class _Quantise:
+    """Makes the parts of a quantised array of the array that a checkpoint has."""
+
+    def __init__(
+        self, model: AbstractModel, layout: Layout, parts: Mapping[int, Mapping[str, int]]
+    ) -> None:
+        """Takes the parts of each array, by role, by the number of its values."""
+        self.model, self.layout, self.parts = model, layout, parts
+        # One program for all arrays of one kind.
+        self.programs: dict[Any, Any] = {}
+
+    def __call__(self, number: int, array: jax.Array) -> dict[int, jax.Array]:
+        """Returns the values, the scale and the zero point, by number."""
+        roles = {"qvalue": number, **self.parts[number]}
+        leaves = {role: self.layout.leaves[n] for role, n in roles.items()}
+        found = quantiser(leaves["qvalue"], self.model)
+        assert found is not None, "only arrays that can be quantised are planned so"
+        how, quantised = found
+        shardings = {r: NamedSharding(self.layout.mesh, leaf.spec) for r, leaf in leaves.items()}
+        dtypes = {role: leaf.dtype for role, leaf in leaves.items()}
+
+        def run(array: jax.Array) -> dict[str, jax.Array]:
+            made = quantised(array)
+            return {role: getattr(made, role).astype(dtype) for role, dtype in dtypes.items()}
+
+        kind = (
+            repr(how),
+            array.shape,
+            array.dtype,
+            *map(str, shardings.values()),
+            *dtypes.values(),
+        )
+        if kind not in self.programs:
+            self.programs[kind] = jax.jit(run, out_shardings=shardings)
+        made = self.programs[kind](array)
+        return {n: made[role] for role, n in roles.items()}
 
 
 class _Load:
@@ -161,7 +210,9 @@ class _Load:
         return jax.make_array_from_single_device_arrays(self.shape, self.sharding, arrays)
 
 
-def _read(plan: LoadPlan, layout: Layout, progress: Progress | None) -> dict[int, jax.Array]:
+def _read(
+    plan: LoadPlan, layout: Layout, progress: Progress | None, quantise: _Quantise | None
+) -> dict[int, jax.Array]:
     """Returns the leaves that have sources, in the order of the files, by number."""
     numbers = [n for n, pieces in enumerate(plan.sources) if pieces]
     numbers.sort(
@@ -181,7 +232,9 @@ def _read(plan: LoadPlan, layout: Layout, progress: Progress | None) -> dict[int
             meter.add(read.result())
         work.put(shards)
         held -= sum(shard.data.nbytes for shard in shards)
-        if is_last:
+        if is_last and quantise is not None and work.number in plan.quantised:
+            arrays.update(quantise(work.number, work.array()))
+        elif is_last:
             arrays[work.number] = work.array()
 
     with Reader() as reader:

@@ -18,7 +18,7 @@ from flax import nnx
 from .._base import count, either, option, public, show_bytes
 from .._check import Allow, Finding, Findings, LayoutError, make_finding, matched, sift
 from .._layout import Layout, require_layout
-from .._nnx import AbstractModel, Leaf, Recipe, abstract_model
+from .._nnx import AbstractModel, Leaf, Recipe, abstract_model, plain_path, quantiser
 from .folder import Folder, open_folder
 from .header import DTYPES, Tensor
 from .naming import Bound, NameMap, Names, read_names
@@ -93,12 +93,15 @@ class LoadPlan:
         leaves: the leaves, in the order of the state.
         sources: the pieces of each leaf; none if it is initialised.
         dtypes: the dtype that each leaf is loaded as.
+        quantised: the values that are read as floating-point numbers and then quantised, by number,
+            each with its scale and zero point by role.
         preflight: the findings and the bytes.
     """
 
     leaves: tuple[Leaf, ...]
     sources: tuple[tuple[Source, ...], ...]
     dtypes: tuple[np.dtype, ...]
+    quantised: Mapping[int, Mapping[str, int]]
     preflight: WeightsPreflight
 
 
@@ -161,12 +164,14 @@ def plan_load(
     """
     folder = open_folder(path)
     name_map = NameMap(_names(model, names, folder.config, layout.leaves))
-    dtypes = tuple(wanted_dtype(leaf, dtype) for leaf in layout.leaves)
+    dtypes = [wanted_dtype(leaf, dtype) for leaf in layout.leaves]
+    parts = _quantised_parts(model, layout.leaves)
     found: list[Finding] = [make_finding(f.code, f.path, f.fact, f.help) for f in folder.faults]
-    sources, wrong = _assign(folder, layout.leaves, dtypes, name_map, found)
+    sources, wrong, quantised = _assign(folder, layout.leaves, dtypes, parts, name_map, found)
+    made = {part for number in quantised for part in parts[number].values()}
     if not any(fault.code in ("SW607", "SW608") for fault in folder.faults):
         # Where a file is missing or damaged, everything that it has would be missing too.
-        found += _missing(model, layout.leaves, sources, wrong)
+        found += _missing(model, layout.leaves, sources, wrong | made)
     findings = sift(found, allow)
     preflight = WeightsPreflight(
         os.fspath(path),
@@ -175,9 +180,26 @@ def plan_load(
         folder.total_bytes,
         {} if findings.errors else read_bytes(layout, sources, dtypes),
         Reader.in_flight_bytes,
-        tuple(leaf.path for leaf, s in zip(layout.leaves, sources, strict=True) if not s),
+        tuple(
+            leaf.path
+            for number, leaf in enumerate(layout.leaves)
+            if not sources[number] and number not in made
+        ),
     )
-    return LoadPlan(layout.leaves, tuple(map(tuple, sources)), dtypes, preflight)
+    kept = {number: parts[number] for number in sorted(quantised)}
+    return LoadPlan(layout.leaves, tuple(map(tuple, sources)), tuple(dtypes), kept, preflight)
+
+
+def _quantised_parts(model: AbstractModel, leaves: Sequence[Leaf]) -> dict[int, dict[str, int]]:
+    """Returns the values that can be quantised here, each with its scale and zero point."""
+    numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+    found: dict[int, dict[str, int]] = {}
+    for number, leaf in enumerate(leaves):
+        if leaf.follows is not None and leaf.follows.is_scale:
+            values = numbers[leaf.follows.base]
+            if values in found or quantiser(leaves[values], model) is not None:
+                found.setdefault(values, {})[leaf.follows.role] = number
+    return found
 
 
 def piece_of(tensor_shape: Sequence[int], bound: Bound, shape: Sequence[int]) -> Piece:
@@ -212,7 +234,7 @@ def _names(model: AbstractModel, names: Any, config: Any, leaves: Sequence[Leaf]
     found = model_names(model, config) if names is None else names
     if found is not None:
         return found
-    paths = {leaf.path for leaf in leaves}
+    paths = leaf_places(leaves)
     return lambda key: key if key in paths else None
 
 
@@ -257,12 +279,17 @@ def wanted_dtype(leaf: Leaf, dtype: Any) -> np.dtype:
 def _assign(
     folder: Folder,
     leaves: Sequence[Leaf],
-    dtypes: Sequence[np.dtype],
+    dtypes: list[np.dtype],
+    parts: Mapping[int, Mapping[str, int]],
     names: NameMap,
     found: list[Finding],
-) -> tuple[list[list[Source]], set[int]]:
-    """Returns the pieces of each leaf, and the leaves whose keys are wrong; adds what is wrong."""
-    places = {leaf.path: number for number, leaf in enumerate(leaves)}
+) -> tuple[list[list[Source]], set[int], set[int]]:
+    """Returns the pieces of each leaf, the leaves whose keys are wrong, and those to quantise.
+
+    Adds what is wrong, and sets the dtypes of the last.
+    """
+    places = leaf_places(leaves)
+    quantised: set[int] = set()
     sources: list[list[Source]] = [[] for _ in leaves]
     asked = 0
     lossy: set[int] = set()
@@ -320,6 +347,9 @@ def _assign(
                 continue
             if bound.name.tie:
                 continue
+            if number in parts and _kind(tensor.numpy_dtype) == "float":
+                quantised.add(number)
+                dtypes[number] = leaves[parts[number]["scale"]].dtype
             problem = _cast_finding(tensor, leaf, dtypes[number])
             if problem is not None and problem.code == "SW605":
                 found.append(problem)
@@ -332,7 +362,13 @@ def _assign(
     for number, pieces in enumerate(sources):
         if number not in wrong:
             found += _overlaps(leaves[number], pieces)
-    return sources, wrong
+    return sources, wrong, quantised
+
+
+def leaf_places(leaves: Sequence[Leaf]) -> dict[str, int]:
+    """Returns the number of each leaf by its path, and by that which it has without adapters."""
+    places = {plain_path(leaf): number for number, leaf in enumerate(leaves) if leaf.keys}
+    return places | {leaf.path: number for number, leaf in enumerate(leaves)}
 
 
 def _cast_finding(tensor: Tensor, leaf: Leaf, wanted: Any) -> Finding | None:
@@ -457,6 +493,8 @@ def _missing(
 ) -> Iterator[Finding]:
     required = required_leaves(model, leaves)
     for number, leaf in enumerate(leaves):
+        if leaf.follows is not None and not leaf.follows.is_scale:
+            continue  # an adapter starts anew
         if not sources[number] and number in required and number not in wrong:
             yield make_finding(
                 "SW602",

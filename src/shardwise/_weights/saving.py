@@ -167,6 +167,13 @@ def _outputs(
     if like is not None:
         shapes = {key: tensor.shape for key, tensor in open_folder(like).tensors.items()}
     keys = _keys(leaves, given, shapes if like is not None else None, required)
+    for leaf, own in zip(leaves, keys, strict=True):
+        if leaf.follows is not None and not own:
+            what = "a part of a quantised array" if leaf.follows.is_scale else "an adapter"
+            raise ValueError(
+                f"{leaf.path} is {what}, for which the names have no key: save the plain model, which "
+                f"sw.merge_adapters(model, make) returns, or give names= that have its keys"
+            )
     for number, leaf in enumerate(leaves):
         filled: list[Piece] = []
         if any(dim == 0 for dim in leaf.shape) or not (keys[number] or number in required):

@@ -13,14 +13,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._base import public
 from .._jax import chosen_chunks, is_saving, parse_saving
-from .._parallel import pipeline
+from .._nnx import is_bypassed
+from .._parallel import is_adapting, pipeline
 from ._config import Config
 from ._experts import Experts
 from ._families import config_to_hf, require_same, weight_names
 from ._generate import Attend, Cache, over_one, over_prompts
 from ._head_loss import head_loss, mean_nll
 from ._kernels import look_up
-from ._layers import Attention, Norm, gated, into
+from ._layers import Attention, Norm, gated, into, kernel
 from ._names import constrain, gather, named
 
 # The leading dim of a stack has a name too.
@@ -64,10 +65,11 @@ class Block(nnx.Module):
         """Returns the output of the MLP, or of the experts, for `x`."""
         if self.experts is not None:
             return self.experts(x)
-        both = jnp.einsum("bld,dgf->blgf", x, self.up[...])
+        both = jnp.einsum("bld,dgf->blgf", x, kernel(self.up))
         both = checkpoint_name(constrain(both, "batch", "length", None, "mlp"), "up")
         hidden = gated(both, self.activation)
-        return hidden @ self.down[...]
+        # An einsum: `@` is a jitted function, within which a library cannot add adapters.
+        return jnp.einsum("blf,fd->bld", hidden, kernel(self.down))
 
 
 @public
@@ -124,7 +126,7 @@ class Decoder(nnx.Module):
 
     def logits(self, features: jax.Array) -> jax.Array:
         """Returns the logits that the head makes of features."""
-        logits = features @ self.head_kernel
+        logits = jnp.einsum("...d,dv->...v", features, self.head_kernel)
         if self.cap is not None:
             capped = self.cap * jnp.tanh(logits.astype(jnp.float32) / self.cap)
             logits = capped.astype(logits.dtype)
@@ -133,20 +135,25 @@ class Decoder(nnx.Module):
     @property
     def head_kernel(self) -> jax.Array:
         """The kernel that makes logits of features, `[width, vocab]`."""
-        return self.embed[...].T if self.head is None else self.head[...]
+        return self.embed[...].T if self.head is None else kernel(self.head)
 
     def features(self, tokens: jax.Array) -> jax.Array:
         """Returns what the head makes logits of: the last, normalised hidden states."""
         x = self.embedded(tokens)
+        # Qwix adds adapters to modules as it runs them, which a backward pass's copy would not keep.
+        adapting = is_adapting(self)
+        remat = None if adapting else self.remat
         if self.scan:
             x = pipeline(
-                _Period(self.blocks, self.remat),
+                _Period(self.blocks, remat),
                 microbatches=self.microbatches,
                 schedule="gpipe" if self.rounds == 1 else "circular",
                 rounds=None if self.rounds == 1 else self.rounds,
             )(x)
         for block in self.rest if self.scan else self.blocks:
-            x = _run(block, x, self.remat)
+            if adapting:  # see adapt_stack
+                block(x)
+            x = _run(block, x, remat)
         return self.norm(x)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
@@ -269,6 +276,11 @@ def next_token_loss(model: Decoder, tokens: jax.Array, *, chunks: int | None = N
     if isinstance(model, Decoder):
         chunks = chosen_chunks() if chunks is None else chunks
         if chunks != 1:
+            if is_bypassed(model, "features"):
+                raise ValueError(
+                    "qwix adapted this decoder, and adapters apply only when it is called: compute "
+                    "its loss in one chunk"
+                )
             hidden, kernel = model.features(tokens), model.head_kernel
             return head_loss(
                 hidden, kernel, targets, weights=counts, softcap=model.cap, chunks=chunks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,14 @@ from ._kernels import causal_attention
 from ._names import constrain, named
 
 into = nnx.initializers.normal(0.02)
+
+
+def kernel(parameter: Any) -> Any:
+    """Returns the array of a parameter; a quantised one of qwix as it is.
+
+    Qwix finds the adapter of a quantised parameter by identity, and only then by its shape.
+    """
+    return parameter[...] if isinstance(parameter, nnx.Variable) else parameter
 
 
 class Norm(nnx.Module):
@@ -73,7 +82,7 @@ class Attention(nnx.Module):
             x: the residual stream.
             positions: `[batch, length]`, the position of each token; 0, 1, … if None.
         """
-        q, k, v = (jnp.einsum("bld,dnh->blnh", x, w[...]) for w in (self.q, self.k, self.v))
+        q, k, v = (jnp.einsum("bld,dnh->blnh", x, kernel(w)) for w in (self.q, self.k, self.v))
         if self.q_bias is not None and self.k_bias is not None and self.v_bias is not None:
             q, k, v = q + self.q_bias[...], k + self.k_bias[...], v + self.v_bias[...]
         if self.q_norm is not None and self.k_norm is not None:
@@ -86,7 +95,7 @@ class Attention(nnx.Module):
     def merge(self, mixed: jax.Array) -> jax.Array:
         """Returns the product of what the heads found with the output kernel."""
         mixed = constrain(mixed, "batch", "length", "heads", "depth")
-        return checkpoint_name(jnp.einsum("blnh,nhd->bld", mixed, self.out[...]), "out")
+        return checkpoint_name(jnp.einsum("blnh,nhd->bld", mixed, kernel(self.out)), "out")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -149,6 +149,14 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    trained_only: Annotated[
+        bool,
+        typer.Option(
+            "--trained-only",
+            help="Leave parameters that are not trained out of checkpoints, such as the base of LoRA.",
+            rich_help_panel=_RUN,
+        ),
+    ] = False,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -181,8 +189,8 @@ def train(
     from ..published import StepOptions
 
     began = time.perf_counter()
-    if checkpoints is None and (every or minutes or resume):
-        raise ValueError("--every, --minutes and --resume need --checkpoints DIR")
+    if checkpoints is None and (every or minutes or resume or trained_only):
+        raise ValueError("--every, --minutes, --resume and --trained-only need --checkpoints DIR")
     step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
     if names is not None and weights is None:
         raise ValueError("--names needs --weights PATH, the weights that have these names")
@@ -200,7 +208,9 @@ def train(
             samples = _find_data(target, data, length, dtype)
             store = None
             if checkpoints is not None:
-                store = Checkpoints(checkpoints, keep=keep, every=every, minutes=minutes)
+                store = Checkpoints(
+                    checkpoints, keep=keep, every=every, minutes=minutes, trained_only=trained_only
+                )
         saved = agreed_steps(store) if store is not None else []
         if saved and not resume:
             raise ValueError(
@@ -208,7 +218,8 @@ def train(
                 f"from there, or another directory"
             )
         model = None
-        if weights is not None and not saved:  # a run that is resumed has its own
+        # A run that is resumed has its own, but those that it did not save.
+        if weights is not None and (not saved or trained_only):
             model = load_model(load, recipe.model, laid_out, weights, names=names)
         status, last = 0, steps
         try:

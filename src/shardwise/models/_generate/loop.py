@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._base import public
 from ..._layout import Layout
+from ..._nnx import is_bypassed
 from ..._step import data_axes, named_activations, on_mesh
 from .sampling import Sampling
 
@@ -60,10 +62,23 @@ def generate(
     """
     sampling = Sampling(temperature, top_p)
     _require(model, prompts, tokens)
+    if layout is not None:
+        ways = math.prod(layout.mesh.shape[axis] for axis in data_axes(layout))
+        if len(prompts) % ways:
+            raise ValueError(
+                f"{len(prompts)} prompts cannot be split {ways} ways over "
+                f"{'+'.join(data_axes(layout))}: give a multiple of {ways}, or lay the model out "
+                f"without these axes"
+            )
     return _steps(model, prompts, tokens, sampling, seed, layout)
 
 
 def _require(model: Any, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    if is_bypassed(model, "decode"):
+        raise ValueError(
+            "qwix adapted this decoder, and adapters apply only when it is called: generate with the "
+            "plain model, which sw.merge_adapters(model, make) returns"
+        )
     cache = getattr(model, "cache", None)
     if cache is None:
         raise ValueError(
