@@ -100,10 +100,10 @@ class Explorer {
       const priced = candidates.some((c) => c.cost !== null);
       const rows = candidates.slice(0, 60).map((c, i) => [
         make("button", { type: "button", class: "link", id: `load-${i}`, "aria-label": `Load layout ${i + 1}`, onclick: () => this.pick(i) }, `${i + 1}`), c.axes,
-        make("span", {}, make("span", { class: "swatch", style: `--c:var(${colours.get(c.strategy)})` }), c.strategy), showStep(c), showSeconds(c.seconds), showBytes(c.peak_bytes),
-        ...(priced ? [c.cost === null ? "" : showCost(c.cost)] : []), make("span", { class: c.fits ? "" : "bad-text" }, c.fits ? c.label : "does not fit"),
+        make("span", {}, make("span", { class: "swatch", style: `--c:var(${colours.get(c.strategy)})` }), c.strategy), showSeconds(c.seconds), showBytes(c.peak_bytes),
+        ...(priced ? [c.cost === null ? "" : showCost(c.cost)] : []), make("span", { class: c.fits ? "" : "bad-text" }, c.fits ? c.label : "does not fit"), showStep(c),
       ]);
-      const listed = table(["", "mesh", "strategy", "step is run with", "step", "peak", ...(priced ? ["cost"] : []), ""], rows, { right: [0, 4, 5, ...(priced ? [6] : [])], label: "Layouts, fastest first" });
+      const listed = table(["", "mesh", "strategy", "step", "peak", ...(priced ? ["cost"] : []), "", "run with"], rows, { right: [0, 3, 4, ...(priced ? [5] : [])], label: "Layouts, fastest first" });
       listed.id = "candidates";
       listed.querySelectorAll("tbody tr").forEach((row, i) => {
         row.addEventListener("click", (event) => { if (event.target.tagName !== "BUTTON") this.pick(i); });
