@@ -46,28 +46,28 @@ class Mlp(nnx.Module):
         return x
 
 
-def mlp():
+def mlp(compute_dtype="bfloat16"):
     return sw.Recipe(
         model=lambda: Mlp(nnx.Rngs(0)),
         loss=lambda model, x: (model(x) ** 2).mean(),
         optimizer=optax.adam(1e-3),
         batch=jax.ShapeDtypeStruct((8192, 4096), "float32"),
-        compute_dtype="bfloat16",
+        compute_dtype=compute_dtype,
     )
 
 
 class RingBlock(nnx.Module):
     """A block whose attention runs around the ring of the axis `seq`."""
 
-    def __init__(self, rngs):
-        self.norms = nnx.List([nnx.LayerNorm(1024, rngs=rngs) for _ in range(2)])
-        self.qkv = nnx.Linear(1024, 3072, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(1024, 1024, use_bias=False, rngs=rngs)
-        self.up = nnx.Linear(1024, 4096, rngs=rngs)
-        self.down = nnx.Linear(4096, 1024, rngs=rngs)
+    def __init__(self, width, rngs):
+        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x):
-        qkv = self.qkv(self.norms[0](x)).reshape(*x.shape[:2], 3, 8, 128)
+        qkv = self.qkv(self.norms[0](x)).reshape(*x.shape[:2], 3, -1, 128)
         q, k, v = (qkv[:, :, i] for i in range(3))
         mixed = sw.sequence_parallel_attention(q, k, v, axis="seq", causal=True)
         x = x + self.out(mixed.reshape(x.shape))
@@ -75,10 +75,10 @@ class RingBlock(nnx.Module):
 
 
 class Ring(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(32000, 1024, rngs=rngs)
-        self.blocks = nnx.List([RingBlock(rngs) for _ in range(2)])
-        self.head = nnx.Linear(1024, 32000, use_bias=False, rngs=rngs)
+    def __init__(self, width, layers, rngs):
+        self.embed = nnx.Embed(32000, width, rngs=rngs)
+        self.blocks = nnx.List([RingBlock(width, rngs) for _ in range(layers)])
+        self.head = nnx.Linear(width, 32000, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -87,14 +87,14 @@ class Ring(nnx.Module):
         return self.head(x)
 
 
-def ring():
+def ring(width=1024, layers=2, batch=(16, 8192)):
     def loss(model, batch):
         logits = model(batch["tokens"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
-    shape = jax.ShapeDtypeStruct((16, 8192), "int32")
+    shape = jax.ShapeDtypeStruct(batch, "int32")
     return sw.Recipe(
-        model=lambda: Ring(nnx.Rngs(0)),
+        model=lambda: Ring(width, layers, nnx.Rngs(0)),
         loss=loss,
         optimizer=optax.adamw(1e-4),
         batch={"tokens": shape, "labels": shape},
@@ -126,6 +126,9 @@ HELD_OUT = {
     "unrolled": lambda: decoder(
         (32, 2048), layers=3, width=1536, hidden=6144, heads=12, vocab=50304, scan=False, remat=None
     ),
+    # After the second round of rules (sequence parallelism, bfloat16 on TPUs).
+    "ring, wider": lambda: ring(width=1536, layers=1, batch=(32, 4096)),
+    "MLP, float32": lambda: mlp(compute_dtype=None),
 }
 PLAIN = [
     ("data=16", "fsdp"),
@@ -145,13 +148,19 @@ LAYOUTS = {
     "ring": [("data=4,seq=4", "fsdp"), ("data=2,seq=8", "fsdp")],
 }
 HELD_OUT_LAYOUTS = [PLAIN[0], PLAIN[1], ("data=8,model=2", "fsdp+tensor"), PLAIN[3]]
+HELD_OUT_LATER = {
+    "ring, wider": [("data=8,seq=2", "fsdp"), ("data=4,seq=4", "fsdp")],
+    "MLP, float32": [("data=8,model=2", "fsdp+tensor")],
+}
 CHIPS = ["h100:2x8", "v5p:2x2x4"]
 
 
 def points(words=()):
     """Yields the key of each row."""
     for model in (*MODELS, *HELD_OUT):
-        layouts = HELD_OUT_LAYOUTS if model in HELD_OUT else LAYOUTS.get(model, PLAIN)
+        layouts = LAYOUTS.get(model, PLAIN)
+        if model in HELD_OUT:
+            layouts = HELD_OUT_LATER.get(model, HELD_OUT_LAYOUTS)
         for mesh, strategy in layouts:
             for on in CHIPS:
                 if all(word in f"{model} {mesh} {strategy} {on}" for word in words):

@@ -24,7 +24,6 @@ import time
 import jax
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 import shardwise as sw
 from shardwise import models
@@ -82,8 +81,6 @@ class Run:
             today's compiler takes.
         dtype: of the parameters.
         moment: the dtype of Adam's first moment, if not that of the parameters.
-        rows: whether the kernel `up` is split by rows, as MaxText and AXLearn do, where the longest
-            dim, its columns, would leave less than a tile of 128 to each device.
         fp8: whether products are priced as those of 8 bits, with the casts before them.
         note: what the row leaves open.
     """
@@ -98,7 +95,6 @@ class Run:
     options: dict[str, bool | str] | None = None
     dtype: str = "float32"
     moment: str | None = None
-    rows: bool = False
     fp8: bool = False
     note: str = ""
 
@@ -114,12 +110,12 @@ RUNS = (
     Run(14, "v6e:4x4", "fsdp=16", _TRILLIUM, options=_V6E),
     Run(23, "v5e:16x16", "fsdp=256", "save:q,k,v,out,up,down", slices=4),
     Run(20, "v5e:16x16", "fsdp=256", _AXLEARN, slices=4),
-    Run(25, "v5e:16x16", "fsdp=256", "offload:q,k,v,out,up,down", slices=4, rows=True),
+    Run(25, "v5e:16x16", "fsdp=256", "offload:q,k,v,out,up,down", slices=4),
     Run(12, "v6e:4x8", "fsdp=32", "offload:input,q,k,v", options=_V6E, dtype="bfloat16"),
     Run(6, "tpu7x:4x8x8", "fsdp=512", "save:k,v+offload:input,down", 4, moment="bfloat16"),
     Run(18, "v5p:8x8x8", "fsdp=512", "offload:context,down", 4),
-    Run(26, "v6e:16x16", "fsdp=256", "offload:input,q,k,v", slices=4, options=_V6E, rows=True),
-    Run(27, "v6e:16x16", "fsdp=256", "offload:q,k,v,out", accumulate=4, options=_V6E, rows=True),
+    Run(26, "v6e:16x16", "fsdp=256", "offload:input,q,k,v", slices=4, options=_V6E),
+    Run(27, "v6e:16x16", "fsdp=256", "offload:q,k,v,out", accumulate=4, options=_V6E),
     Run(33, "b200:32x8", "fsdp=256", fp8=True),
     Run(34, "b200:32x8", "data=2,fsdp=128", fp8=True),
     Run(16, "v6e:2x4", "fsdp=8", _TRILLIUM, options=_V6E),
@@ -194,8 +190,7 @@ def recipe_of(run: Run, choice: Choice | None = None):
 
 def layout_of(run: Run, recipe: sw.Recipe):
     """Returns where the parameters of a run are."""
-    rules = [{"**.up": PartitionSpec(None, "fsdp")}] if run.rows else []
-    return sw.layout(recipe.model, sw.mesh(run.mesh, on=run.on), [*rules, sw.fsdp("fsdp")])
+    return sw.layout(recipe.model, sw.mesh(run.mesh, on=run.on), sw.fsdp("fsdp"))
 
 
 def compile_run(run: Run, choice: Choice):
@@ -217,7 +212,6 @@ def settings_of(run: Run, choice: Choice):
             f"{int(n) // 1024} MiB of scoped memory" for k, n in run.options.items() if "kib" in k
         ]
         found += off
-    found += ["`up` split by rows"] if run.rows else []
     found += ["products priced in fp8"] if run.fp8 else []
     return ", ".join(found)
 

@@ -3,6 +3,8 @@
     python benchmarks/search/exhaustive.py compile rows.jsonl    # every candidate; resumes
     python benchmarks/search/exhaustive.py table rows.jsonl      # what sw.search picks, and the table
 
+Both take names of cases after the file; without, all.
+
 A row is one candidate: a mesh of data, fsdp and the axes of the case, with every remat policy of the case, compiled for chips that need not be present. Seconds are those of the compiled program (modelled).
 Regret is how much slower the candidate is that a search picks than the fastest row that fits.
 """
@@ -112,7 +114,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def table(path: Path) -> None:
+def table(path: Path, names: list[str]) -> None:
     """Prints every row, and what a search picks."""
     rows = read(path)
     lines = ["| model | chips | candidates | fastest | search picks | regret | compilations |"]
@@ -122,7 +124,8 @@ def table(path: Path) -> None:
         "| model | mesh | strategy | step, compiled | peak | |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, case in CASES.items():
+    for name in names or CASES:
+        case = CASES[name]
         mine = [row for row in rows if row["case"] == name]
         fitting = [row for row in mine if row.get("fits") and row.get("seconds")]
         if not fitting:
@@ -155,4 +158,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "compile":
         compile_all(Path(sys.argv[2]), sys.argv[3:])
     else:
-        table(Path(sys.argv[2]))
+        table(Path(sys.argv[2]), sys.argv[3:])

@@ -433,7 +433,7 @@ POSITIVE = {
         lambda: weights(linear(bias=True), linear()),
         "bias",
         "no name matches this key of F32[16]",
-        "add a name for it, or map it to None if it is not needed",
+        "add a name for it; if it is not needed, map it to None, or allow={'SW601': …} skips keys",
     ),
     "SW602": (
         lambda: weights(linear(), linear(bias=True)),

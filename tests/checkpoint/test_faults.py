@@ -447,9 +447,9 @@ def test_a_missing_metadata_file(damaged, file):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "cannot be read (Expecting value: line 1 column 1 (char 0))"),
-        ("[]", "cannot be read (list indices must be integers or slices, not str)"),
-        ("{}", "cannot be read ('format')"),
+        ("", "cannot be read (it is empty)"),
+        ("[]", "cannot be read (it is a list instead of an object)"),
+        ("{}", "cannot be read (its contents have changed)"),
     ],
     ids=["empty", "a list", "an object of nothing"],
 )

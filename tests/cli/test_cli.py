@@ -261,7 +261,7 @@ ERRORS = {
     "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: these fit 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1; or --on cpu:8 for 8 virtual CPU devices"),
     "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': use 'dp', 'fsdp', 'zero1', 'zero2', 'expert', 'sequence', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor'"),
     "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "rules file no.toml cannot be read: No such file or directory"),
-    "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "rules file not.toml is not TOML: Invalid value (at end of document)"),
+    "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "rules file not.toml: it is not TOML (Invalid value (at end of document))"),
     "unknown rules": (("mlp.py:make", *MESH, "--rules", "unknown.toml"), f"rules file unknown.toml has an unknown key 'stratgy': {FORM}"),
     "typed rules": (("mlp.py:make", *MESH, "--rules", "typed.toml"), f"rules file typed.toml does not have the expected form: {FORM}"),
     "rule of a number": (("mlp.py:make", *MESH, "--rules", "number.toml"), f"rules file number.toml maps pattern '**' to 3: {SPEC}"),

@@ -143,7 +143,7 @@ def test_inputs_may_have_names_and_be_dicts(run, folder, inputs):
         ("int32[0,64]", "has 'int32[0,64]': a size must be at least 1"),
         ("int32[9999999999999]", "has 'int32[9999999999999]': no array is that large"),
         ('{"x": 3}', "has 3: write dtype[shape], "),
-        ('{"x": ', "is not JSON: Expecting value"),
+        ('{"x": ', "it is not JSON (Expecting value"),
         ("{}", "has {}: write dtype[shape], "),
         ("", "has '': write dtype[shape], "),
     ],
@@ -152,4 +152,5 @@ def test_inputs_that_are_wrong(run, folder, inputs, told):
     (folder / "called.py").write_text(CALLED)
     status, out, err = run("plan", "called.py:make", *MESH, "--inputs", inputs)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"shardwise: --inputs {inputs!r} {told}")
+    assert err.startswith(f"shardwise: --inputs {inputs!r}")
+    assert told in err

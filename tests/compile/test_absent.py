@@ -32,6 +32,7 @@ from shardwise._chips.chips import CHIPS, parse_chips
 from shardwise._compile.toolchain import installed
 from shardwise._compile.toolchain.gpu import target_config
 from shardwise._compile.toolchain.run import absent_mesh, compile_absent
+from shardwise._compile.toolchain.worker import _alive_at_peak as alive_at_peak_of
 from shardwise._compile.toolchain.worker import known_fields
 from shardwise._hlo.buffers import largest_buffers
 from shardwise._hlo.flops import work_of
@@ -439,3 +440,16 @@ def test_a_mesh_that_no_torus_axes_make_up():
     planned = layout_of("data=2,model=8", sw.tensor("model"), on="v5p:2x2x4")
     compiled = sw.compile(recipe(batch=512), planned)
     assert compiled.mesh == {"data": 2, "model": 8}
+
+
+def test_what_a_loop_carries_is_alive_while_it_runs():
+    """The dump of a TPU's compiler calls it a phi; only the loop's own range says how long."""
+    assignment = (
+        "allocation 0: size 96, preallocated-temp:\n"
+        " value: <1 stack @0> (size=64,offset=0): f32[16]{0}\n"
+        " value: <2 while.1{0} (phi) @0> (size=64,offset=0): f32[16]{0}\n"
+        " value: <3 inner @0> (size=32,offset=64): f32[8]{0}"
+    )
+    ranges = "    stack{}:1-2\n    while.1{0}:2-9\n    inner{}:4-5"
+    alive = alive_at_peak_of(assignment, ranges)
+    assert [(name, size) for name, _, size in alive] == [("while.1{0}", 64), ("inner{}", 32)]

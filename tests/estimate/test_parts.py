@@ -19,13 +19,13 @@ class Mlp(nnx.Module):
         return x
 
 
-def mlp():
+def mlp(compute_dtype: str | None = "bfloat16"):
     return sw.Recipe(
         model=lambda: Mlp(nnx.Rngs(0)),
         loss=lambda model, x: (model(x) ** 2).mean(),
         optimizer=optax.adam(1e-3),
         batch=jax.ShapeDtypeStruct((8192, 4096), "float32"),
-        compute_dtype="bfloat16",
+        compute_dtype=compute_dtype,
     )
 
 
@@ -47,6 +47,21 @@ def test_a_tpu_computes_products_in_parts_along_rings_of_four_and_more(mesh, str
     mine = {axis: sum(b for _, b in kinds.values()) for axis, kinds in found.by_axis.items()}
     assert mine == pytest.approx(sent, rel=0.01)
     assert found.by_axis["data"].get("collective-permute", (0, 0))[0] == permutes
+
+
+def test_a_tpu_sends_bfloat16_to_products_of_float32_and_computes_none_in_parts():
+    """Bytes as the TPU compiler (libtpu of jax 0.12) made them."""
+    recipe = mlp(compute_dtype=None)
+    layout = sw.layout(
+        recipe.model,
+        sw.mesh("data=8,model=2", on="v5p:2x2x4"),
+        "fsdp+tensor",
+        inputs=recipe.batch,
+    )
+    found = sw.estimate(recipe, layout).by_axis
+    assert sum(sent for _, sent in found["data"].values()) == 176246791
+    assert sum(sent for _, sent in found["model"].values()) == 50331648
+    assert "collective-permute" not in found["data"]
 
 
 def test_a_pipeline_sends_about_what_the_compiled_one_sends():

@@ -163,7 +163,7 @@ def test_a_405b_model_is_laid_out_without_memory():  # marin#1903
     assert len(jax.live_arrays()) == len(before)
     assert layout.total_bytes == 2 * 405_849_243_648
     assert layout.bytes_per_device == layout.total_bytes / 512
-    assert layout["layers.0.kernel"].spec == P(None, None, "data")
+    assert layout["layers.0.kernel"].spec == P(None, "data")  # 104 lanes of the last dim
 
 
 def layers(count, axis=0):
@@ -329,15 +329,15 @@ def lockfile(leaf, **changed):
 # fmt: off
 BAD_LOCKFILES = {
     "missing": (None, "the layout FILE cannot be read: No such file or directory"),
-    "empty": (b"", "FILE is not a layout: it is not JSON (Expecting value: line 1 column 1 (char 0))"),
-    "bytes": (b"\xff", "FILE is not a layout: it is not JSON ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
+    "empty": (b"", "FILE is not a layout: it is empty"),
+    "bytes": (b"\xff", "FILE is not a layout: it is not text (invalid start byte at byte 0)"),
     "a list": (b"[]", "FILE is not a layout of format 1: its format is None"),
     "other format": (b'{"format": 2}', "FILE is not a layout of format 1: its format is 2"),
-    "no leaves": (b'{"format": 1, "mesh": {}, "dead_patterns": []}', "FILE is a damaged layout: KeyError 'leaves'"),
-    "mesh": (lockfile(row(), mesh=[2]), "FILE is a damaged layout: AttributeError 'list' object has no attribute 'items'"),
-    "spec": (lockfile(row(spec="Q()")), "FILE is a damaged layout: ValueError 'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
-    "dtype": (lockfile(row(dtype="key<?>")), "FILE is a damaged layout: ValueError this version of JAX does not know the dtype 'key<?>'"),
-    "keys": (lockfile(row(keys=["v"])), "FILE is a damaged layout: ValueError path 'w' and keys ('v',) disagree"),
+    "no leaves": (b'{"format": 1, "mesh": {}, "dead_patterns": []}', "FILE is a damaged layout: it has no 'axis_types'"),
+    "mesh": (lockfile(row(), mesh=[2]), "FILE is a damaged layout: mesh is a list"),
+    "spec": (lockfile(row(spec="Q()")), "FILE is a damaged layout: 'Q()' is not a spec: write it as P(None, 'model') or P(('data', 'model'))"),
+    "dtype": (lockfile(row(dtype="key<?>")), "FILE is a damaged layout: this version of JAX does not know the dtype 'key<?>'"),
+    "keys": (lockfile(row(keys=["v"])), "FILE is a damaged layout: path 'w' and keys ('v',) disagree"),
 }
 # fmt: on
 

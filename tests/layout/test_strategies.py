@@ -154,6 +154,25 @@ def test_fsdp_takes_the_axes_that_are_left():
     assert laid_out["down.kernel"].copies == 1
 
 
+# The shape of a large leaf, its spec over eight devices, and why it is not the largest dim.
+TILES = {
+    "rows": ((1024, 1152), P("data"), "dim 0 (size 1024) is the largest free dim divisible by 8 with whole 8x128 tiles in each shard, unlike dim 1 (size 1152)"),
+    "heads": ((1024, 8, 64), P("data"), "dim 0 (size 1024) is the largest free dim divisible by 8"),
+    "leading dim": ((96, 64, 1000), P("data"), "dim 0 (size 96) is the largest free dim divisible by 8 with whole 8x128 tiles in each shard, unlike dim 2 (size 1000)"),
+    "neither": ((536, 1000), P(None, "data"), "dim 1 (size 1000) is the largest free dim divisible by 8"),
+    "small": ((128, 1152), P(None, "data"), "dim 1 (size 1152) is the largest free dim divisible by 8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TILES)
+def test_fsdp_and_zero_prefer_shards_of_whole_tiles(case):
+    shape, spec, reason = TILES[case]
+    make = net(weight=lambda: nnx.Param(jnp.zeros(shape)))
+    leaf = lay(make, sw.fsdp("data", min_bytes=0), "data=8")["weight"]
+    assert (leaf.spec, leaf.trail[-1].reason) == (spec, reason)
+    assert lay(make, sw.zero1("data", min_bytes=0), "data=8")["weight"].moments == spec
+
+
 class Gpt(nnx.Module):
     """Many leaves under 1 MiB, as in small models."""
 

@@ -253,7 +253,7 @@ def test_wrong_settings(case):
 
 FILES = {
     "missing": (None, "config.json cannot be read: No such file or directory"),
-    "text": ("{", "config.json is not JSON"),
+    "text": ("{", "config.json cannot be read: it is not JSON"),
     "list": ("[]", "config.json has list, not an object"),
 }
 
@@ -304,10 +304,10 @@ def test_a_decoder_knows_its_names_and_its_config():
     other = nnx.eval_shape(make(dataclasses.replace(config, rope_scale=8.0, norm_eps=1e-5)))
     with pytest.raises(ValueError) as caught:
         other.weight_names(found)
-    assert str(caught.value).splitlines()[1:] == [
-        "  rope_scale: got 8.0, config.json has 4.0",
-        "  norm_eps: got 1e-05, config.json has 1e-06",
-    ]
+    assert str(caught.value).startswith(
+        "config.json is of another decoder than the model (rope_scale: got 8.0, config.json has 4.0; "
+        "norm_eps: got 1e-05, config.json has 1e-06): make the model with"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,7 @@
 """Training on several processes: the same losses, one shared checkpoint, and no hangs."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -216,7 +217,6 @@ DIFFERENCES = {
     "loss": "differs from the others in the program of the training step",
     "data": r"differs from the others in the data \(digest of some samples=\w+ instead of ",
     "arguments": r"differs from the others in the arguments of fit \(steps=3 instead of steps=4\): ",
-    "directory": r"sees no checkpoints in \S+-of-its-own, while process 0 sees step 2 in \S+/directory:",
 }
 
 
@@ -224,7 +224,7 @@ DIFFERENCES = {
 def differing(tmp_path_factory):
     """A directory and what two processes wrote that differ in one way after the other."""
     directory = tmp_path_factory.mktemp("differing")
-    modes = ["stale", *DIFFERENCES, "corrupt", "unshared"]
+    modes = ["stale", *DIFFERENCES, "corrupt", "directory", "unshared"]
     code, output = differ(directory, ",".join(modes), "exit")
     assert code == 4, output
     return directory, output
@@ -252,10 +252,35 @@ def test_a_copy_that_changed_on_one_device_is_named_and_not_saved(differing):
 
 def test_a_directory_that_processes_do_not_share_is_refused_before_training(differing):
     _, output = differing
-    words = r"process 1 does not see there what process 0 wrote: the directory must be on"
-    for index in range(2):
-        line = rf"\[{index}\] unshared: CheckpointError: checkpoints cannot .*: {words}"
+    words = r"process 1 does not see there what process 0 wrote( to \S+)?: the directory must be on"
+    for index, mode in itertools.product(range(2), ("directory", "unshared")):
+        line = rf"\[{index}\] {mode}: CheckpointError: checkpoints cannot .*: {words}"
         assert re.search(line, output), output
+
+
+def losing(directory, mode):
+    command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
+    command += [sys.executable, str(HERE / "losing.py"), str(directory), mode]
+    began = time.monotonic()
+    done = forked.run(command, env=os.environ | CACHE, timeout=180)
+    assert time.monotonic() - began < 100
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_process_that_fails_while_it_saves_is_the_one_that_is_named(tmp_path):
+    code, output = losing(tmp_path / "run", "raise")
+    assert code == 1 and "shardwise: process 1 exited with code 1; terminating" in output, output
+    assert re.search(rf"\[0\] .*{NAMED} failed.*: OSError: the file is away", output), output
+
+
+def test_a_process_that_is_lost_at_the_start_of_a_save_is_named(tmp_path):
+    code, output = losing(tmp_path / "run", "kill")
+    assert code == 137 and "shardwise: process 1 was killed by SIGKILL" in output, output
+    assert re.search(rf"\[0\] .*{NAMED} was lost", output), output
+    assert "CheckpointError" not in output and "donated" not in output, output
+    # 127.0.0.1 alone, as the kernel writes it: the coordinator and Gloo.
+    (addresses,) = re.findall(r"\[0\] listens on (.*)", output)
+    assert set(addresses.split()) <= {"0100007F", "0000000000000000FFFF00000100007F"}, addresses
 
 
 def test_a_mesh_has_devices_of_every_process(tmp_path):

@@ -350,7 +350,7 @@ def test_results_are_kept_between_searches(monkeypatch, tmp_path):
     (entry,) = tmp_path.iterdir()
     asked = []
     monkeypatch.setattr(
-        "shardwise._search.stages.partition_step", lambda *a, **k: asked.append(a) or 1 / 0
+        "shardwise._search.stages.pricing.partition_step", lambda *a, **k: asked.append(a) or 1 / 0
     )
     again = sw.search(MLP, "h100:1x4", **how, prices={"h100": 2.0})
     assert not asked
@@ -387,3 +387,71 @@ def test_a_candidate_saves_its_step_with_its_layout(found, tmp_path):
     best.save(tmp_path / "layout.json")
     assert read_step(tmp_path / "layout.json") == best.step
     assert sw.load_layout(tmp_path / "layout.json").mesh.shape == best.layout.mesh.shape
+
+
+class Annotated(nnx.Module):
+    """Annotated for a mesh with the axes `fsdp` and `tp`, as the models of tunix are."""
+
+    def __init__(self):
+        def kernel(*names):
+            return nnx.with_partitioning(nnx.initializers.lecun_normal(), names)
+
+        rngs = nnx.Rngs(0)
+        self.up = nnx.Linear(64, 256, kernel_init=kernel("fsdp", "tp"), rngs=rngs)
+        self.down = nnx.Linear(256, 64, kernel_init=kernel("tp", "embed"), rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def test_names_that_are_no_axes_are_mapped_and_said(tmp_path):
+    recipe = dataclasses.replace(
+        MLP, model=Annotated, batch=jax.ShapeDtypeStruct((8, 64), "float32")
+    )
+    found = sw.search(recipe, "h100:1x4", compile=0)
+    assert (
+        "names in the model's annotations: 'tp' is taken as model, 'embed' is left to the strategy"
+        in found.notes
+    )
+    with pytest.raises(ValueError, match="have names that are no axes of .*'embed', 'tp', so"):
+        sw.layout(recipe, sw.mesh("data=2,fsdp=2", on="h100:1x4"), "best")
+    split = next(c for c in found.candidates if c.choice.sizes == {"fsdp": 2, "model": 2})
+    assert split.layout["up.kernel"].spec == P("fsdp", "model")
+    assert split.layout["down.kernel"].spec == P("model", "fsdp")
+    assert {"dp", "zero1", "fsdp", "dp+tensor"} <= {c.strategy for c in found.candidates}
+    split.save(tmp_path / "layout.json")
+    again = sw.load_layout(tmp_path / "layout.json", sw.mesh(split.mesh, on="cpu:4"))
+    assert again["down.kernel"].spec == P("model", "fsdp")
+
+
+def test_a_step_that_cannot_be_traced_is_explained_once():
+    def loss(model, x):
+        raise KeyError("no such table")
+
+    with pytest.raises(
+        ValueError, match="(?s)^the step cannot be traced:.*KeyError: 'no such table'"
+    ):
+        sw.search(dataclasses.replace(MLP, loss=loss), "h100:1x4", compile=0)
+
+
+def test_what_the_model_itself_refuses_on_a_mesh_is_said():
+    def loss(model, x):  # as models that name an axis of their own mesh
+        return jnp.mean(model(jax.lax.with_sharding_constraint(x, P("data"))) ** 4)
+
+    found = sw.search(dataclasses.replace(MLP, loss=loss), "h100:1x4", compile=0, remat=None)
+    reason = "ValueError: Resource axis: data of P('data',) is not found in mesh: ('fsdp',)."
+    assert f"fsdp=4 fsdp dropped: the step cannot be traced: {reason}" in found.notes
+    assert "dp+tensor" in {c.strategy for c in found.candidates}
+
+
+def test_a_strategy_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match=r"^strategy='fdsp' is unknown: use dp, fsdp, zero1"):
+        sw.search(MLP, "h100:1x4", compile=0, strategy="fdsp")
+
+
+def test_a_batch_that_a_fixed_mesh_cannot_split_is_named():
+    odd = dataclasses.replace(MLP, batch=jax.ShapeDtypeStruct((6, 256), "float32"))
+    found = sw.search(odd, "h100:1x4", compile=0, mesh="fsdp=4", prices={"v5p": 4.2})
+    assert not found.candidates
+    assert "fsdp=4 fsdp dropped: a batch of 6 samples cannot be split over 4 devices" in found.notes
+    assert "prices of v5p were not used: these chips are not searched" in found.notes

@@ -521,9 +521,9 @@ def test_measured_collectives_are_used():
 @pytest.mark.parametrize(
     "text, why",
     [
-        ("", "not JSON"),
+        ("", "it is empty"),
         ("{}", "chips measure"),
-        ('{"format": 1, "chip": "h100"}', "missing"),
+        ('{"format": 1, "chip": "h100"}', "it has no 'device'"),
         ('{"format": 1, "chip": "z9", "device": "", "products": {}}', "no measured rates"),
         ('{"format": 1, "chip": "h100", "device": "", "products": {"bf16": -1}}', "positive"),
     ],

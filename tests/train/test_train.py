@@ -593,6 +593,25 @@ def test_a_state_starts_from_given_weights(kind):
         assert not x.is_deleted()
 
 
+def test_donated_weights_become_those_of_the_state():
+    recipe, layout = small_recipe(), small_layout()
+    step = sw.train_step(recipe, layout)
+    batch = np.ones((16, 16), "float32")
+    placed, single = GIVEN["arrays"](sw.shard(Small(7), layout)), GIVEN["arrays"](Small(7))
+    # One leaf is on one device, and two share their memory.
+    shared = {"norm.scale": placed["up.bias"], "up.bias": placed["up.bias"]}
+    given = {**placed, **shared, "up.kernel": single["up.kernel"]}
+    state = sw.train_state(recipe, layout, model=given, donate=True)
+    assert state.model["norm.mean"] is given["norm.mean"]
+    assert given["up.kernel"].is_deleted() and not given["up.bias"].is_deleted()
+    state, _ = step(state, batch)
+    assert given["norm.mean"].is_deleted()
+    again = {**GIVEN["arrays"](Small(7)), "norm.scale": single["up.bias"]}
+    other, _ = step(sw.train_state(recipe, layout, model=again), batch)
+    for path in ("up.kernel", "up.bias", "norm.scale", "norm.mean"):
+        np.testing.assert_array_equal(state.model[path], other.model[path])
+
+
 def test_given_weights_of_another_model_are_refused():
     recipe, layout = small_recipe(), small_layout()
     arrays = sw.train_state(recipe, layout).model

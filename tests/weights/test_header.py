@@ -1,6 +1,7 @@
 """Headers and folders: what is valid is read, and whatever else a file has is refused by name."""
 
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise._weights.folder import open_folder
-from shardwise._weights.header import File, FileFault, parse_header, read_header
+from shardwise._weights.files.folder import open_folder
+from shardwise._weights.files.header import File, FileFault, parse_header, read_header
 
 FIXTURE = Path(__file__).parent / "written_by_safetensors.safetensors"
 
@@ -122,6 +123,49 @@ def test_any_header_is_either_valid_or_refused(text, data):
             assert np.empty(tensor.shape, tensor.numpy_dtype).nbytes == tensor.nbytes
 
 
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_any_change_of_a_valid_file_is_refused_or_stays_inside_of_it(tmp_path_factory, data):
+    """Nearly valid headers get further than random ones."""
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=3))
+    table, place = {}, 0
+    for n, shape in enumerate(shapes):
+        kind, size = data.draw(st.sampled_from([("F32", 4), ("BF16", 2), ("U8", 1)]))
+        stop = place + size * math.prod(shape)
+        table[f"t{n}"] = {"dtype": kind, "shape": shape, "data_offsets": [place, stop]}
+        place = stop
+    text = json.dumps(table).encode()
+    raw = bytearray(struct.pack("<Q", len(text)) + text + bytes(place))
+    path = tmp_path_factory.mktemp("fuzz") / "a.safetensors"
+    path.write_bytes(raw)
+    assert list(read_header(str(path))[0]) == list(table)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        how = data.draw(st.sampled_from(["digit", "byte", "cut", "repeat", "remove"]))
+        if how == "digit":  # a size, an offset, or what is around them
+            digits = [n for n, byte in enumerate(raw) if 48 <= byte < 58] or [at]
+            raw[data.draw(st.sampled_from(digits))] = data.draw(st.sampled_from(b"0123456789-e"))
+        elif how == "byte":
+            raw[at] = data.draw(st.integers(0, 255))
+        elif how == "cut":
+            del raw[at:]
+        elif how == "repeat":
+            raw[at:at] = raw[at : at + 9]
+        else:
+            del raw[at : at + 3]
+        raw = raw or bytearray(1)
+    path.write_bytes(raw)
+    try:
+        tensors, _ = read_header(str(path))
+    except FileFault as fault:
+        assert fault.code == "SW607" and len(fault.fact) < 600
+        return
+    for tensor in tensors.values():
+        assert 8 <= tensor.start <= tensor.start + tensor.nbytes <= len(raw)
+        if tensor.numpy_dtype is not None:
+            assert np.empty(tensor.shape, tensor.numpy_dtype).nbytes == tensor.nbytes
+
+
 def folder_of(tmp_path, listed, files=("a.safetensors",), index=None):
     for number, name in enumerate(files):
         (tmp_path / name).write_bytes(file_of({f"t{number}": row()}))
@@ -147,6 +191,10 @@ def test_a_folder_is_read_by_its_index_and_says_what_is_missing(tmp_path):
         ("SW608", "b.safetensors"),
         ("SW608", "t2"),
     ]
+    os.remove(tmp_path / "model.safetensors.index.json")
+    os.mkfifo(tmp_path / "model.safetensors.index.json")  # reading it would never end
+    assert "not a regular file" in open_folder(tmp_path).faults[0].fact
+    os.remove(tmp_path / "model.safetensors.index.json")
     for text in ("{", "[]", "{}", '{"weight_map": []}'):
         (fault,) = folder_of(tmp_path, {}, index=text).faults
         assert fault.code == "SW607"

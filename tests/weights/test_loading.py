@@ -300,7 +300,7 @@ def test_everything_that_is_wrong_is_found_at_once(checkpoint):
         ("SW605", "model.layers.1.up.weight"),
     ]
     text = {f.path: f for f in found}
-    assert "1 key fill 96 of its 192 elements" in text["blocks.3.up"].message
+    assert "1 key fills 96 of its 192 elements" in text["blocks.3.up"].message
     assert "none fills index 0 of dim 1" in text["blocks.3.up"].message
     assert "reshape=(8, 4, 2)" in text["model.layers.0.q_proj.weight"].context
     assert "the nearest leaf is blocks.3.up" in text["model.layers.4.up.weight"].help
@@ -308,6 +308,57 @@ def test_everything_that_is_wrong_is_found_at_once(checkpoint):
         here = sw.layout(Model, sw.mesh("data=8", on="cpu:8"), "dp")
         sw.load(Model, here, checkpoint, names=names())
     assert len(caught.value.findings) == 6
+
+
+def test_what_a_missing_file_has_is_not_missed_again(checkpoint):
+    """Gate and up of a leaf are in two files, of which one is not there."""
+    arrays = tensors()
+    os.remove(checkpoint / "model.safetensors")
+    gates = {key: x for key, x in arrays.items() if "gate" in key}
+    rest = {key: x for key, x in arrays.items() if key not in gates}
+    write(checkpoint / "b.safetensors", rest)
+    listed = dict.fromkeys(gates, "a.safetensors") | dict.fromkeys(rest, "b.safetensors")
+    index = checkpoint / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": listed}))
+    layout = sw.layout(Model, sw.mesh("data=8", on="none"), "dp")
+    (found,) = sw.check_weights(Model, layout, checkpoint, names=names()).findings
+    assert found.code == "SW608" and "for 4 tensors" in found.message
+
+
+def test_a_layout_with_errors_is_refused_before_the_weights(checkpoint):
+    layout = sw.layout(Model, sw.mesh("data=3", on="none"), {"**.embedding": P("data")})
+    with pytest.raises(sw.LayoutError, match="SW104"):
+        sw.check_weights(Model, layout, checkpoint, names=names())
+
+
+def test_third_party_maps_of_a_convolutional_model(tmp_path):
+    """Patterns with ends, digits inside of a name, running statistics, and PyTorch's own counter."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.conv0 = nnx.Conv(3, 8, (3, 3), use_bias=False, rngs=rngs)
+            self.bn0 = nnx.BatchNorm(8, rngs=rngs)
+
+    rng = np.random.default_rng(0)
+    arrays = {"stem.0.conv.weight": rng.normal(size=(8, 3, 3, 3)).astype("float32")}
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        arrays[f"stem.0.norm.{name}"] = rng.normal(size=8).astype("float32")
+    write(tmp_path / "a.safetensors", {**arrays, "stem.0.norm.num_batches_tracked": np.int8(3)})
+    table = {
+        r"^stem\.([0-3])\.conv\.weight$": (r"conv\1.kernel", ((2, 3, 1, 0), None, False)),
+        r"^stem\.([0-3])\.norm\.weight$": (r"bn\1.scale", None),
+        r"^stem\.([0-3])\.norm\.bias$": (r"bn\1.bias", None),
+        r"^stem\.([0-3])\.norm\.running_(mean|var)$": (r"bn\1.\2", None),
+    }
+    layout = sw.layout(Net, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+    with pytest.raises(sw.WeightsError, match="num_batches_tracked"):
+        sw.load(Net, layout, tmp_path, names=table)
+    allow = {"SW601": "**.num_batches_tracked"}
+    live = sw.load(Net, layout, tmp_path, names=table, allow=allow)
+    kernel = arrays["stem.0.conv.weight"].transpose(2, 3, 1, 0)
+    assert np.array_equal(live.conv0.kernel[...], kernel)
+    assert np.array_equal(live.bn0.var[...], arrays["stem.0.norm.running_var"])
 
 
 def test_a_file_that_changes_while_it_is_read(checkpoint, monkeypatch):

@@ -1,4 +1,4 @@
-"""Weights on two processes: each reads what its devices need, and writes what they have."""
+"""Weights on two processes: each reads, moves and writes what its devices have."""
 
 import json
 import os
@@ -48,6 +48,9 @@ def test_two_processes_read_and_write_their_own_parts(checkpoint, tmp_path):
         half = sum(x.nbytes for x in arrays.values()) // 2
         assert found["planned"] == {"0": half, "1": half}
         assert found["seen"][-1] == [half, half]
+        move = found["move"]
+        assert "on one device (compiled), but the limit is 96.0 KiB" in move.pop("refused")
+        assert move == {"freed": [True] * 2, "findings": "no findings", "equal": [True] * 2}
     saved = tmp_path / "saved"
     assert len(list(saved.glob("*.safetensors"))) == 2
     listed = json.loads((saved / "model.safetensors.index.json").read_text())["weight_map"]

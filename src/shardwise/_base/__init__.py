@@ -17,6 +17,13 @@ from .loading import add_folder as add_folder
 from .loading import beside as beside
 from .loading import load_file as load_file
 from .loading import shadowed as shadowed
+from .reading import MOST_BYTES as MOST_BYTES
+from .reading import parse_json as parse_json
+from .reading import read_bytes as read_bytes
+from .reading import read_json as read_json
+from .reading import read_toml as read_toml
+from .reading import require_form as require_form
+from .reading import rows_of as rows_of
 from .tables import Row as Row
 from .tables import fold_numbers as fold_numbers
 from .tables import html_table as html_table
@@ -33,6 +40,7 @@ from .terminal import is_live as is_live
 from .terminal import released_stdout as released_stdout
 from .terminal import stdout as stdout
 from .terminal import tell as tell
+from .terminal import tell_error as tell_error
 from .terminal import tell_json as tell_json
 from .terminal import tell_part as tell_part
 from .terminal import working as working
@@ -43,3 +51,4 @@ from .text import option as option
 from .text import parse_bytes as parse_bytes
 from .text import shell_words as shell_words
 from .text import show_type as show_type
+from .text import visible as visible

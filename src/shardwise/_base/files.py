@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat
 from pathlib import Path
 
 from .ending import cleaned_up_on_signal
 from .terminal import tell
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+_OVER = os.O_WRONLY | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
 # stdout is open already, wherever it is redirected to: replacing that file would lose the output.
 _STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
@@ -34,10 +37,13 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         _write_through(path, text)
         return
     target = Path(os.path.realpath(path))
-    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
+    # Nobody can put a link where it will be: the name is random, and the file must be new.
+    partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.partial")
     with cleaned_up_on_signal(lambda: partial.unlink(missing_ok=True)):
         try:
-            with open(partial, "x", encoding="utf-8") as out:
+            # Until it is complete it is nobody else's, whatever the mode of the existing file.
+            mode = 0o666 if existing is None else 0o600
+            with open(os.open(partial, _NEW, mode), "w", encoding="utf-8") as out:
                 out.write(text)
             if existing is not None:
                 _keep_owner(partial, existing)
@@ -48,7 +54,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
             # A file may be writable in a folder that is not.
             if existing is None or not isinstance(error, PermissionError):
                 raise
-            target.write_text(text, encoding="utf-8")
+            with open(os.open(target, _OVER), "w", encoding="utf-8") as out:
+                out.write(text)
 
 
 def _write_through(path: str | os.PathLike[str], text: str) -> None:

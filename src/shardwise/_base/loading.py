@@ -9,7 +9,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
@@ -25,6 +25,32 @@ def add_folder(folder: str) -> None:
     folder = os.path.realpath(folder)
     if folder not in map(os.path.realpath, sys.path):
         sys.path.append(folder)
+        _added.add(folder)
+    if _InstalledFirst not in sys.meta_path:
+        last = sys.meta_path.index(importlib.machinery.PathFinder)
+        sys.meta_path.insert(last, _InstalledFirst)
+
+
+_added: set[str] = set()
+
+
+class _InstalledFirst:
+    """Finds installed namespace packages, such as `orbax`, before a file in an added folder.
+
+    Being last on the path is not enough for these: a module anywhere on it is preferred to a
+    folder without an `__init__.py`.
+    """
+
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of an installed namespace package, else None."""
+        if path is not None:
+            return None
+        installed = [place for place in sys.path if place not in _added]
+        spec = importlib.machinery.PathFinder.find_spec(name, installed, target)
+        return spec if spec is not None and spec.loader is None else None
 
 
 def load_file(path: str) -> ModuleType:

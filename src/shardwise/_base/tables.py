@@ -6,6 +6,8 @@ import html
 import io
 from collections.abc import Container, Iterable, Sequence
 
+from .text import visible
+
 Row = tuple[str, ...]
 
 
@@ -92,7 +94,7 @@ def text_table(
     for i, title in enumerate(header):
         table.add_column(title, justify="right" if i in right else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_cell, row))
     out = io.StringIO()
     Console(
         file=out,
@@ -107,12 +109,17 @@ def text_table(
     return "\n".join([*lines, *([caption] if caption else [])])
 
 
+def _cell(text: str) -> str:
+    """Returns a cell's text on one line, without control characters: it may be a name in a file."""
+    return visible(text) if text.isprintable() else visible(text.replace("\n", "\\n"))
+
+
 def html_table(header: Row, rows: Iterable[Row], caption: str) -> str:
     """Returns rows as an HTML table that inherits the page's colours."""
     head = "".join(f'<th style="text-align:left">{html.escape(c)}</th>' for c in header)
     body = "".join(
         "<tr>"
-        + "".join(f'<td style="text-align:left">{html.escape(c)}</td>' for c in row)
+        + "".join(f'<td style="text-align:left">{html.escape(_cell(c))}</td>' for c in row)
         + "</tr>"
         for row in rows
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .ending import cleaned_up_on_signal
+from .text import visible
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -115,6 +116,11 @@ def tell_part(text: str) -> None:
     _print(_encodable(text, stdout()), end="")
 
 
+def tell_error(text: str) -> None:
+    """Prints a message to stderr."""
+    print(_encodable(text, sys.stderr), file=sys.stderr, flush=True)
+
+
 def tell_json(data: Any) -> None:
     """Prints plain data to stdout as JSON: never coloured, and ASCII only."""
     _print(json.dumps(data, indent=2))
@@ -175,6 +181,7 @@ def working(what: str, *, show: bool = True) -> Iterator[None]:
 
 
 def _encodable(text: str, stream: Any) -> str:
+    text = visible(text)
     encoding = stream.encoding or "ascii"
     try:
         text.encode(encoding)

@@ -15,6 +15,27 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
+# Control characters, of which a terminal takes some for commands, except tab and line feed; what
+# changes the direction of the text around it; and halves of characters.
+_UNSEEN = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    r"""Returns a text with everything in it that is not shown as itself written as an escape.
+
+    Names in files and messages of other programs may hold codes that move the cursor, change the
+    terminal's title or hide what follows.
+
+    Example:
+        >>> from shardwise._base import visible
+        >>> visible("kernel\x1b[2J")
+        'kernel\\x1b[2J'
+    """
+    return _UNSEEN.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def show_type(value: object) -> str:
     """Returns the name of a value's type with its article: `a dict`, `an int`, `an MLP`."""
     name = type(value).__name__

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
+import os
+import re
 import shutil
 import tempfile
 import threading
@@ -21,7 +24,7 @@ from .._layout import Layout
 from .._mesh import show_mesh
 from .._nnx import Recipe, keyed_leaves
 from .._place import own_mesh, require_mesh
-from .._processes import exchange
+from .._processes import LostProcess, exchange, known_to_all, naming_lost_process
 from .._step import (
     Blueprint,
     NotFinite,
@@ -45,7 +48,7 @@ from .stored_state import (
     without,
     wrong_arrays,
 )
-from .writer_lock import LOCK, Taken, WriterLock
+from .writer_lock import LOCK, MARK, Taken, WriterLock, leave_mark, sees_mark
 
 if TYPE_CHECKING:
     from .orbax import Writer
@@ -57,6 +60,13 @@ if TYPE_CHECKING:
 # read again; and returns False from `save` for a step that exists or is older than the newest,
 # where ours raises, or saves it.
 _DELETED = ".deleted-"
+_STEP = re.compile(r"0|[1-9]\d{0,17}", re.ASCII)
+_PROBE_BYTES = 4096
+# What we or Orbax, for us, left half done: nobody else's directory is ever removed.
+_LEFT_BEHIND = re.compile(
+    rf"{re.escape(_DELETED)}\d+|(\d+)\.orbax-checkpoint-tmp(-\d+)?|{re.escape(MARK)}[0-9a-f]{{16}}",
+    re.ASCII,
+)
 
 
 @public
@@ -153,10 +163,11 @@ class Checkpoints:
         with self._explained(could_not):
             self._take_lock(could_not)
         try:
-            self._begin(
-                step, state, could_not,
-                position=position, layout=layout, finite=finite, frozen=frozen,
-            )  # fmt: skip
+            with naming_lost_process(f"the save of step {step}"):
+                self._begin(
+                    step, state, could_not,
+                    position=position, layout=layout, finite=finite, frozen=frozen,
+                )  # fmt: skip
         except BaseException:
             self.release()
             raise
@@ -174,7 +185,9 @@ class Checkpoints:
         frozen: Collection[str],
     ) -> None:
         target = self.directory / str(step)
-        if target.exists():
+        if os.path.lexists(target):
+            if not _is_step(target):
+                raise CheckpointError(f"{could_not}: {_in_the_way(target)}")
             raise CheckpointError(
                 f"{self.directory} already has step {step}: each step can be saved only once"
             )
@@ -217,18 +230,62 @@ class Checkpoints:
         with self._explained(could_not, sweep=step), own_mesh(mesh):
             self._open().save(target, to_tree(arrays), files)
 
-    def require_writable(self) -> None:
+    def require_writable(self, until: int | None = None) -> None:
         """Creates the directory if needed, tests that it is writable, and locks out other runs.
 
         Call it before a run, so that a problem does not surface only at the first save.
 
+        Args:
+            until: the last step of the run; what has the name of a step up to there, after those
+                that are saved, is in the way.
+
         Raises:
-            CheckpointError: the directory cannot be written, or another run saves there.
+            CheckpointError: the directory cannot be written, another run saves there, or something
+                that is no checkpoint has the name of a step.
         """
         could_not = f"checkpoints cannot be saved to {self.directory}"
         with self._explained(could_not):
             self._take_lock(could_not)
-            tempfile.TemporaryFile(dir=self.directory).close()
+            with tempfile.TemporaryFile(dir=self.directory, buffering=0) as probe:
+                probe.write(bytes(_PROBE_BYTES))  # a full disk may still create files
+                os.fsync(probe.fileno())
+            newest = max(self.steps(), default=-1)
+            for path in self._entries():
+                if int(path.name) > newest and (until is None or int(path.name) <= until):
+                    raise CheckpointError(f"{could_not}: {_in_the_way(path)}")
+
+    def require_shared(self) -> None:
+        """Tests that all processes see the same directory; all of them call it.
+
+        What process 0 writes there, the others must see. A directory that does not exist yet, or
+        that process 0 cannot write to, is not tested.
+
+        Raises:
+            CheckpointError: a process does not see what process 0 wrote.
+        """
+        name = ""
+        try:
+            name = leave_mark(self.directory) if jax.process_index() == 0 else ""
+            told = exchange(
+                "marking the checkpoint directory", json.dumps([name, str(self.directory)])
+            )
+            mark, theirs = json.loads(told[0])
+            if not mark:
+                return
+            problem = ""
+            if not sees_mark(self.directory, mark):
+                other = "" if theirs == str(self.directory) else f" to {theirs}"
+                problem = (
+                    f"checkpoints cannot be saved to {self.directory} or read from there: process "
+                    f"{jax.process_index()} does not see there what process 0 wrote{other}: the "
+                    f"directory must be on storage that all processes share"
+                )
+            if problem := _first(exchange("looking for the checkpoint directory", problem)):
+                raise known_to_all(CheckpointError(problem))
+        finally:
+            if name:
+                with contextlib.suppress(OSError):
+                    (self.directory / name).unlink()
 
     def wait(self) -> None:
         """Waits until the current save is committed and old steps are removed.
@@ -261,13 +318,22 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits for the current save, and stops the writer threads; a later save restarts them."""
+        ended = False
         try:
             self.wait()
+            ended = True
         finally:
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
-            self._lock.release()
+            writer, self._writer = self._writer, None
+            try:
+                if writer is not None and ended:
+                    with self._explained(f"checkpoints could not be saved to {self.directory}"):
+                        writer.close()
+                elif writer is not None:
+                    # It raises the same error again, which has been explained by now.
+                    with contextlib.suppress(Exception):
+                        writer.close()
+            finally:
+                self._lock.release()
 
     def release(self) -> None:
         """Releases the directory to other writers, unless a save is in progress."""
@@ -279,7 +345,7 @@ class Checkpoints:
         if not self.directory.is_dir():
             return []
         # A step appears complete, by a rename: one that lacks a file was damaged afterwards.
-        return sorted(int(p.name) for p in self._entries() if (p / "state").is_dir())
+        return sorted(int(path.name) for path in self._entries() if _is_step(path))
 
     def about(self, step: int | None = None) -> dict[str, Any]:
         """Returns the metadata of a step: its mesh, bytes, position and arrays.
@@ -295,6 +361,11 @@ class Checkpoints:
             return about
         except UnknownFormat as error:
             raise CheckpointError(f"step {step} in {self.directory} {error}") from None
+        except OSError as error:
+            raise CheckpointError(
+                f"step {step} in {self.directory} cannot be read: {reason_for(error)}"
+                f"{self._others(step)}"
+            ) from error
         except ValueError as error:
             raise CheckpointError(
                 f"step {step} in {self.directory} is damaged: {error}{self._others(step)}"
@@ -394,14 +465,12 @@ class Checkpoints:
             if isinstance(error, Taken):
                 problem = f"checkpoints cannot be saved to {self.directory}: {error}"
         problem = _first(exchange("locking the checkpoint directory", problem))
-        if not problem:
-            mark = exchange("marking the checkpoint directory", self._lock.mark)[0]
-            if mark and not self._lock.sees(mark):
-                problem = (
-                    f"{could_not}: process {jax.process_index()} does not see there what process 0 "
-                    f"wrote: the directory must be on storage that all processes share"
-                )
-            problem = _first(exchange("looking for the checkpoint directory", problem))
+        try:
+            if not problem:
+                self.require_shared()
+        except CheckpointError:
+            self._lock.release()
+            raise
         if problem:
             self._lock.release()
             raise CheckpointError(problem)
@@ -422,15 +491,20 @@ class Checkpoints:
         """
         if jax.process_index() != 0 or not self._lock.held:
             return
-        begins = "" if self._lock.real else f"{step}.orbax-checkpoint-tmp"
         for path in self.directory.glob("*"):
-            if path.name.startswith(_DELETED) or ".orbax-checkpoint-tmp" in path.name:
-                if path.name.startswith(begins):
-                    shutil.rmtree(path, ignore_errors=True)
+            found = _LEFT_BEHIND.fullmatch(path.name)
+            if found is None or not (self._lock.real or found[1] == str(step)):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(MARK):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
     def _entries(self) -> list[Path]:
+        """Returns what is named as a step is: `15`, but not `015`."""
         try:
-            return [path for path in self.directory.iterdir() if path.name.isdecimal()]
+            return [path for path in self.directory.iterdir() if _STEP.fullmatch(path.name)]
         except OSError as error:
             raise CheckpointError(f"{self.directory} cannot be read: {error.strerror}") from error
 
@@ -461,7 +535,8 @@ class Checkpoints:
         if not self.directory.is_dir():
             what = "is a file" if self.directory.exists() else "does not exist"
             raise CheckpointError(f"{self.directory} {what}, so it has no checkpoints")
-        names = sorted(path.name for path in self.directory.iterdir() if path.name != LOCK)
+        own = (LOCK, MARK)
+        names = sorted(p.name for p in self.directory.iterdir() if not p.name.startswith(own))
         found = f"it contains {', '.join(names[:5])}" if names else "it is empty"
         raise CheckpointError(f"{self.directory} has no checkpoints: {found}")
 
@@ -477,8 +552,9 @@ class Checkpoints:
     ) -> Iterator[None]:
         """Turns errors of Orbax, TensorStore and the file system into one clear message."""
         try:
-            yield
-        except CheckpointError:
+            with naming_lost_process(could_not.partition(" could not")[0]):
+                yield
+        except (CheckpointError, LostProcess):
             raise
         except Exception as error:
             if sweep is not None:
@@ -486,6 +562,20 @@ class Checkpoints:
             if isinstance(error, NotFinite):
                 raise
             raise CheckpointError(f"{could_not}: {reason_for(error)}{others}") from error
+
+
+def _is_step(path: Path) -> bool:
+    try:
+        return (path / "state").is_dir()
+    except OSError:
+        return True  # it cannot be looked into: whoever asks for this step is told why
+
+
+def _in_the_way(path: Path) -> str:
+    return (
+        f"{path.name} there has the name of a step, but is no checkpoint: remove it, or use another "
+        f"directory"
+    )
 
 
 def _first(texts: list[str]) -> str:

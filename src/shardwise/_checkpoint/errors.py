@@ -14,6 +14,7 @@ _ERRNO = {
     errno.EACCES: "permission denied",
     errno.ENOTDIR: "part of the path is a file",
     errno.EEXIST: "part of the path is a file",
+    errno.ELOOP: "one of its files is a symbolic link",
 }
 
 

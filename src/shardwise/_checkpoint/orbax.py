@@ -22,7 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from .._jax import commit_future
-from .step_files import write_sizes
+from .step_files import write_new, write_sizes
 
 # Small enough that a process that needs part of a chunk reads little more than that part.
 _CHUNK_BYTES = 2**22
@@ -40,14 +40,14 @@ class FilesHandler(ocp.AsyncCheckpointHandler):
             texts = {name: make_text() for name, make_text in args.files.items()}
             if jax.process_index() == 0:
                 for name, text in texts.items():
-                    (directory / name).write_text(text)
+                    write_new(Path(directory) / name, text)
 
         return [commit_future()(write(), name="files")]
 
     def save(self, directory: Any, args: FilesSave) -> None:
         """Writes the files at once."""
         for name, make_text in args.files.items():
-            (directory / name).write_text(make_text())
+            write_new(Path(directory) / name, make_text())
 
     def restore(self, directory: Any, args: Any = None) -> dict[str, str]:
         """Returns the files' texts by name."""
@@ -124,6 +124,8 @@ class Writer:
         # and keep the process from exiting for five minutes.
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
         self._checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
+        self._stragglers: _Stragglers | None = None
+        self._quiet = contextlib.ExitStack()
 
     def save(self, directory: Path, arrays: Any, files: Mapping[str, Callable[[], str]]) -> None:
         """Starts to save, and returns as soon as the arrays may be donated.
@@ -134,7 +136,11 @@ class Writer:
             files: small files by name; their texts are computed in the background.
         """
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
-        with _quiet():
+        # Before the first write: others may end before the failure of one is known here.
+        self._stragglers = _ignore_stragglers()
+        # Until it is waited for: what fails in the background is raised then, and logged before.
+        self._quiet.enter_context(_quiet())
+        with self._failing_quietly():
             self._checkpointer.save(
                 directory,
                 args=StepSave(
@@ -145,12 +151,30 @@ class Writer:
 
     def wait(self) -> None:
         """Waits until everything is committed, or raises the error of the save."""
-        with _quiet():
+        with _quiet(), self._failing_quietly():
             self._checkpointer.wait_until_finished()
+        self._quiet.close()
+        if self._stragglers is not None:
+            self._stragglers.put_back()
+
+    @contextlib.contextmanager
+    def _failing_quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            if self._stragglers is not None:
+                self._stragglers.expected = True
+            _collect_quietly()
+            self._quiet.close()
+            raise
 
     def close(self) -> None:
         """Stops its threads."""
-        self._checkpointer.close()
+        try:
+            with _quiet():
+                self._checkpointer.close()
+        finally:
+            self._quiet.close()
 
 
 def read_arrays(directory: Path, abstract: Any) -> Any:
@@ -184,10 +208,15 @@ def read_arrays(directory: Path, abstract: Any) -> Any:
         except Exception as error:
             stragglers.expected = True
             message = str(error).partition(" [tensorstore_spec")[0]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-            gc.collect()
+        _collect_quietly()
     raise OSError(message)
+
+
+def _collect_quietly() -> None:
+    """Frees what nothing awaits any more after a failure, without a warning for each."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        gc.collect()
 
 
 def _ignore_stragglers() -> _Stragglers:

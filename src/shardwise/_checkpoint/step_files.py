@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
+
+from .._base import read_json, require_form
 
 ABOUT, LAYOUT, FILES = "about/about.json", "about/layout.json", "about/files.json"
 FORMAT, FORMATS = 2, (1, 2)
@@ -25,7 +28,13 @@ def write_sizes(directory: Path) -> None:
         for path in sorted((directory / item).rglob("*"))
         if path.is_file()
     }
-    (directory / FILES).write_text(sealed({"files": found}))
+    write_new(directory / FILES, sealed({"files": found}))
+
+
+def write_new(path: Path, text: str) -> None:
+    """Writes a file that must not exist yet: a link in its place is not followed."""
+    with open(path, "x", encoding="utf-8") as out:
+        out.write(text)
 
 
 def read_about(directory: Path) -> dict[str, Any]:
@@ -38,7 +47,7 @@ def read_about(directory: Path) -> dict[str, Any]:
     for part in _PARTS:
         if not (directory / part).is_file():
             raise ValueError(f"its file {part} is missing")
-    about = _unsealed(directory, ABOUT, "format")
+    about = _unsealed(directory, ABOUT)
     if about["format"] == 1:  # has no list of its files
         for path in sorted(directory.rglob("*")):
             if path.is_file() and not path.stat().st_size:
@@ -48,10 +57,10 @@ def read_about(directory: Path) -> dict[str, Any]:
         return about
     if not (directory / FILES).is_file():
         raise ValueError(f"its file {FILES} is missing")
-    for name, (size, checksum) in _unsealed(directory, FILES, "files")["files"].items():
+    for name, size, checksum in _sizes(directory):
         try:
             got = (directory / name).stat().st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"its file {name} is missing") from None
         if got != size:
             raise ValueError(f"its file {name} has {got} bytes instead of {size}")
@@ -64,19 +73,38 @@ class UnknownFormat(Exception):
     """The step has a format that this version cannot read."""
 
 
-def _unsealed(directory: Path, name: str, key: str) -> dict[str, Any]:
+_ROW = {"shape": list[int], "dtype": str, "spec": str, "digest": str | int | list, "*": Any}
+_FORMS = {
+    ABOUT: {"format": int, "step": int, "position": int, "mesh": str, "arrays": dict[str, dict], "*": Any},
+    FILES: {"files": dict[str, list], "*": Any},
+}  # fmt: skip
+
+
+def _unsealed(directory: Path, name: str) -> dict[str, Any]:
     try:
-        body = json.loads((directory / name).read_text(encoding="utf-8"))
-        body[key]
-        if key == "format" and body[key] not in FORMATS:
+        body = read_json(directory / name, {"*": Any})
+        if name == ABOUT and body.get("format", FORMAT) not in FORMATS:
             raise UnknownFormat(
-                f"has format {body[key]}: this version reads format {FORMAT} and older"
+                f"has format {body['format']!r:.20}: this version reads format {FORMAT} and older"
             )
-        if body.pop("crc32") != _crc32(body):
+        if body.pop("crc32", None) != _crc32(body):
             raise ValueError("its contents have changed")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        require_form(body, _FORMS[name])
+        for path, row in body.get("arrays", {}).items():
+            require_form(row, _ROW, path)
+    except PermissionError:
+        raise
+    except (OSError, ValueError) as error:
         raise ValueError(f"its file {name} cannot be read ({error})") from error
     return body
+
+
+def _sizes(directory: Path) -> Iterator[tuple[str, int, int | None]]:
+    for name, row in _unsealed(directory, FILES)["files"].items():
+        inside = PurePosixPath(name)
+        if len(row) != 2 or inside.is_absolute() or ".." in inside.parts:
+            raise ValueError(f"its file {FILES} is damaged: it names {name!r:.200}")
+        yield name, *row
 
 
 def _checksum(path: Path) -> int | None:

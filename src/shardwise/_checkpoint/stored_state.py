@@ -43,11 +43,35 @@ def in_memory(state: TrainState, blueprint: Blueprint) -> TrainState:
     return jax.tree.map(one, state, blueprint.abstract)
 
 
+# What TensorStore has no dtype for is stored as its bits. Digests and `about` keep the real dtype.
+_AS_BITS = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "uint8"}
+
+
+def _stored(x: Any) -> Any:
+    """Returns an array, live or abstract, in a dtype that TensorStore has."""
+    dtype = _AS_BITS.get(str(x.dtype))
+    if dtype is None:
+        return x
+    if isinstance(x, jax.Array):
+        return _cast(x, dtype)
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=x.sharding)
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the bits of an array as another dtype; of integers, which may be narrower, the values."""
+    dtype = jnp.dtype(dtype)
+    is_float = any(jnp.issubdtype(kind, jnp.floating) for kind in (x.dtype, dtype))
+    cast = jax.lax.bitcast_convert_type if is_float else jax.lax.convert_element_type
+    return jax.jit(lambda x: cast(x, dtype), out_shardings=x.sharding)(x)
+
+
 def to_tree(state: TrainState) -> dict[str, Any]:
     """Returns the state as the tree that Orbax writes."""
     parts = {"model": state.model, "optimizer": state.optimizer, "ema": state.ema}
     # Orbax does not write empty arrays, and there is nothing to read.
-    parts = {name: {k: x for k, x in part.items() if x.size} for name, part in parts.items()}
+    parts = {
+        name: {k: _stored(x) for k, x in part.items() if x.size} for name, part in parts.items()
+    }
     return {"step": state.step, **{name: part for name, part in parts.items() if part}}
 
 
@@ -57,11 +81,17 @@ def from_tree(tree: dict[str, Any], like: TrainState) -> TrainState:
     def part(name: str) -> dict[str, Any]:
         read = tree.get(name, {})
         return {
-            k: read[k] if x.size else put_anywhere(np.zeros(x.shape, x.dtype), x.sharding)
+            k: _loaded(read[k], x)
+            if x.size
+            else put_anywhere(np.zeros(x.shape, x.dtype), x.sharding)
             for k, x in getattr(like, name).items()
         }
 
     return TrainState(tree["step"], part("model"), part("optimizer"), part("ema"))
+
+
+def _loaded(x: jax.Array, like: Any) -> jax.Array:
+    return _cast(x, like.dtype) if str(like.dtype) in _AS_BITS else x
 
 
 def without(state: TrainState, frozen: Collection[str]) -> TrainState:

@@ -5,21 +5,44 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from .._base import parse_json
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-LOCK = ".lock"
+LOCK, MARK = ".lock", ".shared-"
 _SHARED_SECONDS = 10
+
+
+def leave_mark(directory: Path) -> str:
+    """Returns the name of a new, empty file in a directory; empty if it cannot be created."""
+    name = f"{MARK}{secrets.token_hex(8)}"
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        return name
+    return ""
+
+
+def sees_mark(directory: Path, name: str) -> bool:
+    """Returns whether a file that another process left is visible in this directory."""
+    until = time.monotonic() + _SHARED_SECONDS  # a network file system may lag a little
+    while not os.path.lexists(directory / name):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            os.listdir(directory)  # refreshes what a network file system has cached
+    return True
 
 
 class Taken(Exception):
@@ -42,24 +65,6 @@ class WriterLock:
         self.directory, self.is_idle = directory, is_idle
         self.real = False
         self._file: int | None = None
-
-    @property
-    def mark(self) -> str:
-        """The contents of the lock file, which name its holder; empty if this process has none."""
-        if self._file is None:
-            return ""
-        return os.pread(self._file, 4096, 0).decode(errors="replace")
-
-    def sees(self, mark: str) -> bool:
-        """Returns whether another process's lock file is visible in this directory."""
-        until = time.monotonic() + _SHARED_SECONDS  # a network file system may lag a little
-        while True:
-            with contextlib.suppress(OSError):
-                if (self.directory / LOCK).read_text(errors="replace") == mark:
-                    return True
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.1)
 
     @property
     def held(self) -> bool:
@@ -118,7 +123,9 @@ def _key(directory: Path) -> str:
 def _lock(path: Path) -> tuple[int | None, bool]:
     """Returns the open, locked file, and whether the file system supports locks."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        # A link in place of the lock would let its target be overwritten.
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        file = os.open(path, flags, 0o666)
         try:
             if not _flock(file, path):
                 os.close(file)
@@ -171,10 +178,10 @@ def _is_still(path: Path, file: int) -> bool:
 
 def _who(file: int) -> str:
     try:
-        holder: Any = json.loads(os.pread(file, 4096, 0))
+        holder = parse_json(os.pread(file, 4096, 0), {"host": str, "pid": int, "started": float})
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["started"]))
         return f"process {holder['pid']} on {holder['host']} has been saving there since {since}"
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, OverflowError):
         return "another process is saving there"
 
 

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-from .._base import UnwritableError, at_line_of, released_stdout, shell_words, stdout
+from .._base import UnwritableError, at_line_of, released_stdout, shell_words, stdout, tell_error
 from . import planning, reference, running
 from .options import app
 
@@ -53,10 +53,10 @@ def _run() -> int:
         return 130
     except UnwritableError as error:
         _close_stdout()
-        print(f"shardwise: {error}", file=sys.stderr)
+        tell_error(f"shardwise: {error}")
         return 2
     except Exception as error:
-        print(f"shardwise: {_sentence(error)}", file=sys.stderr)
+        tell_error(f"shardwise: {_sentence(error)}")
         return 2
 
 

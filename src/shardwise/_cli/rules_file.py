@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tomllib
-from pathlib import Path
 from typing import Any
 
-from .._base import BYTES_FORM, parse_bytes
+from .._base import BYTES_FORM, parse_bytes, read_toml
 from .._layout import Logical
 from .._mesh import parse_spec
 
@@ -43,11 +41,11 @@ def read_rules(path: str | os.PathLike[str]) -> RulesFile:
         ValueError: the file cannot be read, or its contents are not of the expected form.
     """
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_toml(path)
     except OSError as error:
         raise ValueError(f"rules file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"rules file {path} is not TOML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"rules file {path}: {error}") from error
     unknown = [key for key in data if key not in ("strategy", "min_bytes", "logical", "rules")]
     if unknown:
         raise ValueError(f"rules file {path} has an unknown key {unknown[0]!r}: {_FORM}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-import json
+import importlib.util
 import math
 import os
 import re
@@ -19,7 +19,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .._base import add_folder, at_line_of, beside, is_users, load_file, shadowed, show_type
+from .._base import (
+    add_folder,
+    at_line_of,
+    beside,
+    is_users,
+    load_file,
+    parse_json,
+    shadowed,
+    show_type,
+    tell_error,
+)
 from .._nnx import Recipe
 
 _FORM = "write path/to/file.py:name or package.module:name"
@@ -148,9 +158,9 @@ def parse_inputs(text: str) -> tuple[Any, ...] | dict[str, Any]:
 def _parse_input(written: str, text: str) -> Any:
     if written[:1] in ("{", "["):
         try:
-            tree = json.loads(written)
+            tree = parse_json(written)
         except ValueError as error:
-            raise ValueError(f"--inputs {text!r} is not JSON: {error}") from None
+            raise ValueError(f"--inputs {text!r:.200}: {error}") from None
         return _parse_tree(tree, text)
     return _parse_array(written, text)
 
@@ -203,7 +213,10 @@ def _load_file(place: str) -> ModuleType:
 def _load_module(place: str) -> ModuleType:
     if not all(step.isidentifier() for step in place.split(".")):
         raise ValueError(f"target module {place!r} is not the name of a module: {_FORM}")
-    add_folder(os.getcwd())
+    first = place.partition(".")[0]
+    if first not in sys.modules and importlib.util.find_spec(first) is None:
+        # Otherwise an installed target would let files of the current folder be imported too.
+        add_folder(os.getcwd())
     try:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -215,13 +228,11 @@ def _load_module(place: str) -> ModuleType:
         raise ValueError(_failed(place, error, os.getcwd())) from error
     except Exception as error:
         raise ValueError(_failed(place, error, os.getcwd())) from error
-    first = place.partition(".")[0]
     here, found = beside(os.getcwd(), first), getattr(sys.modules[first], "__file__", None)
     if here is not None and found is not None and not os.path.samefile(here, found):
-        print(
+        tell_error(
             f"note: {first} is the module {found}, not {os.path.relpath(here)}: "
-            f"write path/to/file.py:name for a file",
-            file=sys.stderr,
+            f"write path/to/file.py:name for a file"
         )
     _tell_shadowed(os.getcwd())
     return module
@@ -241,7 +252,7 @@ def _tell_shadowed(folder: str) -> None:
     for sentence, found in _shadowed(folder).items():
         if is_users(found):
             raise ValueError(sentence)
-        print(f"note: {sentence}", file=sys.stderr)
+        tell_error(f"note: {sentence}")
 
 
 def _shadowed(folder: str) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -264,9 +265,8 @@ def _result(
         hlo=program.hlo,
         layout=job.layout,
     )
-    facts = Facts(
-        job.layout, job.batch, job.accumulate, job.paths, module, lambda: _reshards(job, chips)
-    )
+    moved = functools.cache(lambda: _reshards(job, chips))
+    facts = Facts(job.layout, job.batch, job.accumulate, job.paths, module, moved)
     findings = Findings(tuple(compile_findings(compiled, facts)))
     return dataclasses.replace(compiled, findings=findings)
 

@@ -274,7 +274,7 @@ def _resharded(compiled: Compiled, facts: Facts) -> Iterator[Finding]:
         if row.kind == "collective-permute" and set(row.axes) <= stages:
             continue  # stages pass microbatches on
         ring = row.kind == "collective-permute" and row.source.op == "dot_general"
-        if ring and set(row.axes) <= stored:
+        if ring and set(row.axes) <= stored and not _moves(row, facts):
             continue  # a matrix product that scatters or gathers its result while it computes it
         leaf = leaves.get(row.source.leaf)
         moved = row.kind in ("all-to-all", "collective-permute")
@@ -317,8 +317,8 @@ def _is_halo(row: Collective, facts: Facts) -> bool:
     return set(row.axes) <= {axis for entry in entries for axis in entry}
 
 
-def _mismatch(row: Collective, facts: Facts) -> tuple[str, str]:
-    """Returns the specs that an array has and needs at the collective's line, and what to do."""
+def _moves(row: Collective, facts: Facts) -> list[Reshard]:
+    """Returns the reshards of Shardy at a collective's line that move its axes."""
     axes = set(row.axes)
     found = []
     for one in facts.reshards():
@@ -327,6 +327,12 @@ def _mismatch(row: Collective, facts: Facts) -> tuple[str, str]:
         moved = axes <= before and (row.kind == "all-gather" or axes <= after)
         if one.place == row.source.place and moved:
             found.append(one)
+    return found
+
+
+def _mismatch(row: Collective, facts: Facts) -> tuple[str, str]:
+    """Returns the specs that an array has and needs at the collective's line, and what to do."""
+    found = _moves(row, facts)
     help_text = "give both the same spec: remove the constraint there, or move it"
     if found:
         most = max(found, key=lambda one: math.prod(one.shape))

@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-from .._base import public, show_type
+from .._base import public, read_json, show_type
 from .._check import Finding, Findings
 from .._hlo import Buffer, Collective, Source
 from .._time import StepTime
@@ -39,18 +39,15 @@ def load_compiled(path: str | os.PathLike[str]) -> Compiled:
     """
     name = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} is not a saved compilation: {why}") from error
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        why = "it is empty" if not text.strip() else f"it is not JSON, or is truncated ({error})"
-        raise ValueError(f"{name} is not a saved compilation: {why}") from error
-    try:
-        return _compiled(found)
+        try:
+            return _compiled(found)
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            raise ValueError(f"it is damaged ({type(error).__name__}: {error})") from error
     except ValueError as error:
         raise ValueError(
             f"{name} is not a saved compilation: {error}; "

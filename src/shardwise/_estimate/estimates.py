@@ -18,6 +18,7 @@ from .fused import COLLECTIVES, Block, size_of
 from .memory import peak_of
 from .orders import numbers_of
 from .partition import Program
+from .rewrites import rewritten
 from .windows import Kernel
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
@@ -167,6 +168,7 @@ class Estimator:
 
     def __init__(self, program: Program, machine: Machine):
         """Takes the step and the chips."""
+        program = rewritten(program, gpu=machine.gpu is not None)
         self.program, self.machine = program, machine
         self.shapes = program.shapes
         self.pricer: Any = machine.pricer(None)  # pyright: ignore[reportArgumentType] - priced by shapes
@@ -371,6 +373,10 @@ class Estimator:
             return self._dot(kernel)
         if op.kind == "convolution":
             return self._convolution(kernel)
+        if op.kind == "ragged_dot" and any(
+            len(self.shapes[v].dims) == 3 for v in (*op.operands, *op.results)
+        ):
+            return self._ragged(kernel)
         if op.kind == "custom_call":
             return self._call(kernel)
         if op.kind == "sort":
@@ -412,6 +418,18 @@ class Estimator:
             more = self.pricer.streamed(Access(moved, 0, 0), 1.0).seconds
             price = dataclasses.replace(price, seconds=price.seconds + 0.8 * more)
         return price
+
+    def _ragged(self, kernel: Kernel) -> Price:
+        """Prices a product of groups of rows, each with its own matrix."""
+        shapes = [self.shapes[v] for v in (*kernel.op.operands[:2], kernel.op.results[0])]
+        rows = max(shape.dims[0] for shape in shapes)
+        # The operand that has a matrix for each group; or the result, for the gradient of these.
+        groups, before, after = next(s.dims for s in shapes if len(s.dims) == 3)
+        # A GPU's compiler computes all rows with every matrix, and masks what is not wanted.
+        times = groups if self.machine.gpu is not None else 1
+        flops = 2 * times * rows * before * after
+        flat = [Shape(shapes[0].dtype, dims) for dims in ((times * rows, before), (before, after))]
+        return self.pricer.dot(flat, [[1], [0], []], flops, kernel.access.total)
 
     def _convolution(self, kernel: Kernel) -> Price:
         op = kernel.op

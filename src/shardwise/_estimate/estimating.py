@@ -11,7 +11,7 @@ from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, show_mesh
 from .._time import Calibration, load_calibration
 from .estimates import Estimate, estimate_of
-from .host_memory import placed
+from .memory import placed
 from .partition import Program, partition
 from .simplify import simplified
 

@@ -1,16 +1,25 @@
-"""How much memory temporary arrays take at most, as kernels run one after the other."""
+"""How much memory temporary arrays take at most, as kernels run one after the other; and where.
+
+Some values of a partitioned step are in the memory of the hosts, and not on the device.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from .fused import Block
+from .partition import Op, Program
 from .windows import Kernel
 
 _LANES = 128
 # What writes its result over an operand that nothing reads later.
 _IN_PLACE = {"all-reduce", "scatter", "sort"}
+_MOVES = "annotate_device_placement"
+# What they make is where their first operand is.
+_STAYS = {"dynamic_update_slice", "dynamic_slice", "slice", "reshape", "transpose", "copy"}
+_STAYS |= {"optimization_barrier", "sharding_constraint"}
 
 
 def peak_of(
@@ -28,7 +37,13 @@ def peak_of(
     for number, kernel in enumerate(kernels):
         for value in kernel.reads:
             last[block.root(value)] = number
-    sizes = _sizes(block)
+    sizes, inlined = _sizes(block)
+    for kernel in reversed(kernels):
+        # What products compute for themselves is read when they run.
+        for value in kernel.writes.keys() & inlined:
+            for source in kernel.reads:
+                root = block.root(source)
+                last[root] = max(last.get(root, -1), last.get(block.root(value), -1))
     alive: dict[int, int] = {}
     peak = total = most = 0
     for number, kernel in enumerate(kernels):
@@ -64,20 +79,29 @@ def peak_of(
     return peak, max(peak, min(most, 4 * peak))
 
 
-def _sizes(block: Block) -> dict[int, int]:
-    """Returns the values that take other memory on a TPU than their bytes.
+def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
+    """Returns the values that take other memory on a TPU than their bytes, and those in products.
 
-    What a product makes for one kernel after it is computed in the same one. Of what is gathered
+    What a product makes for one kernel after it is computed in the same one, and what is computed
+    from arrays in memory for products alone, in each of them. Of what is gathered
     for a product in parts, or scattered after it, there are a few shards. What attention kernels
     read and write fills whole registers along its last dim.
     """
     if block.gpu:
-        return {}
+        return {}, set()
     readers: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in block.kernels:
         for value in kernel.reads:
             readers[value].append(kernel)
     found: dict[int, int] = {}
+    products = {
+        value
+        for kernel in block.kernels
+        if kernel.op.kind == "dot_general"
+        for value in kernel.writes
+        if len(readers[value]) == 1
+    }
+    inlined: set[int] = set()
     for kernel in block.kernels:
         if kernel.op.kind == "dot_general":
             for value in kernel.writes:
@@ -86,6 +110,12 @@ def _sizes(block: Block) -> dict[int, int]:
                     found[value] = 0
                 elif len(after) == 1 and after[0].windowed and after[0].op.kind == "reduce-scatter":
                     found[value] = 2 * block.nbytes(value) // after[0].windowed
+        elif _is_elementwise(kernel) and not kernel.reads.keys() & products:
+            (value,) = kernel.writes
+            near = readers[value]
+            if near and all(k.op.kind == "dot_general" and not k.windowed for k in near):
+                found[value] = 0
+                inlined.add(value)
         elif kernel.windowed and kernel.op.kind == "all-gather":
             for value in kernel.writes:
                 found[value] = 3 * block.nbytes(value) // kernel.windowed
@@ -94,4 +124,68 @@ def _sizes(block: Block) -> dict[int, int]:
                 dims = block.shapes[value].dims
                 if len(dims) >= 3 and 1 < dims[-1] < _LANES:
                     found[value] = block.nbytes(value) * _LANES // dims[-1]
-    return found
+    return found, inlined
+
+
+def _is_elementwise(kernel: Kernel) -> bool:
+    """Returns whether a kernel makes one array, each element from the same ones of others."""
+    kinds = {op.kind for op in kernel.ops}
+    return not (
+        kernel.heavy or len(kernel.writes) != 1 or kinds & {"reduce", "dynamic_update_slice"}
+    )
+
+
+def placed(program: Program) -> Program:
+    """Returns the program with moves between memories as copies, and the values on the host."""
+    moves = [
+        op for op in _all(program.ops) if op.attributes.get("call_target_name") == f'"{_MOVES}"'
+    ]
+    if not moves and not program.host:
+        return program
+    host = set(program.host)
+    for op in moves:
+        if "pinned_host" in op.attributes.get("mhlo.frontend_attributes", ""):
+            host |= set(op.results)
+        else:
+            host |= set(op.operands)
+    gone = {id(op) for op in moves}
+    pairs = list(_alike(program.ops, gone))
+    before = -1
+    while len(host) != before:
+        before = len(host)
+        for one, other in pairs:
+            if one in host or other in host:
+                host |= {one, other}
+    ops = _copied(program.ops, gone)
+    return dataclasses.replace(program, ops=ops, host=frozenset(host))
+
+
+def _all(ops: Sequence[Op]) -> Iterator[Op]:
+    for op in ops:
+        yield op
+        yield from _all(op.body)
+
+
+def _alike(ops: Sequence[Op], moves: set[int]) -> Iterator[tuple[int, int]]:
+    """Yields pairs of values that are in the same memory."""
+    for op in _all(ops):
+        if op.kind == "while":
+            for four in zip(op.operands, op.inside, op.after, op.results, strict=True):
+                yield from zip(four, four[1:], strict=False)
+        elif op.kind in _STAYS and id(op) not in moves:
+            yield op.operands[0], op.results[0]
+            if op.kind == "dynamic_update_slice":
+                yield op.operands[0], op.operands[1]
+
+
+def _copied(ops: Sequence[Op], moves: set[int]) -> list[Op]:
+    kept = []
+    for op in ops:
+        if id(op) in moves:
+            # To the host, it is read where it is; to the device, it is written there.
+            away = "pinned_host" in op.attributes.get("mhlo.frontend_attributes", "")
+            op = dataclasses.replace(op, kind="copy" if away else "convert", attributes={})
+        elif op.kind == "while":
+            op = dataclasses.replace(op, body=_copied(op.body, moves))
+        kept.append(op)
+    return kept

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .._hlo import Shape
-from .._jax import mlir_bindings, module_bytes
+from .._hlo import Shape, unpartitioned
+from .._jax import mlir_bindings
 
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,func.func("
@@ -113,7 +113,7 @@ def partition(module: Any, mesh: Mapping[str, int]) -> Program:
     """
     ir, passmanager = mlir_bindings()
     with module.context:
-        own = ir.Module.parse(module_bytes(module))
+        own = unpartitioned(module)
         try:
             passmanager.PassManager.parse(_PASSES).run(own.operation)
         except (ValueError, ir.MLIRError) as error:
@@ -126,16 +126,12 @@ class _Reader:
     def __init__(self, ir: Any, mesh: Mapping[str, int]):
         self.ir, self.mesh = ir, mesh
         self.shapes: dict[int, Shape] = {}
-        self.functions: dict[str, Any] = {}
         self.constants: dict[int, int] = {}
         # The axes over which types are local already, inside a `shard_map`.
         self.manual: frozenset[str] = frozenset()
 
     def program(self, module: Any) -> Program:
-        for op in module.body.operations:
-            if op.operation.name == "func.func":
-                self.functions[self.ir.StringAttr(op.attributes["sym_name"]).value] = op
-        main = self.functions["main"]
+        (main,) = (op for op in module.body.operations if op.operation.name == "func.func")
         block = main.regions[0].blocks[0]
         known: dict[Any, int] = {}
         given = (
@@ -203,15 +199,6 @@ class _Reader:
     def _op(self, op: Any, known: dict[Any, int]) -> Iterator[Op]:
         name = op.name
         operands = tuple(known[value] for value in op.operands if value in known)
-        if name == "func.call":
-            called = self.functions[self.ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
-            block = called.regions[0].blocks[0]
-            inner = dict(zip(block.arguments, operands, strict=True))
-            ops, outputs = self._block(block, inner)
-            yield from ops
-            for result, value in zip(op.results, outputs, strict=True):
-                known[result] = value
-            return
         if name == "sdy.manual_computation":
             yield from self._shard_map(op, operands, known)
             return
@@ -237,6 +224,8 @@ class _Reader:
                 made.axes = made.axes or tuple(self.mesh.items())
         elif name.startswith("stablehlo.") and kind in _WRITTEN:
             made.kind, made.axes = _WRITTEN[kind], self._spanned(op)
+            if "source_target_pairs" in op.attributes:
+                made.attributes = {"pairs": str(op.attributes["source_target_pairs"])}
         elif name == "sdy.all_slice":
             text = str(op.attributes["slicing_axes"])
             made.axes, made.dims = self._axes(text), _split_dims(text)
@@ -259,9 +248,11 @@ class _Reader:
                 made.operands = (moved, *made.operands[1:])
         elif name in ("stablehlo.constant", "sdy.constant"):
             made.kind = "constant"
-            found = re.search(r"dense<(-?\d+)> : tensor<i", str(op.attributes["value"]))
-            if found and results:
-                self.constants[results[0]] = int(found[1])
+            # JAX's bindings cannot read attributes of every dtype, such as complex numbers.
+            if results and self.shapes[results[0]].dtype in ("s32", "s64", "u32", "u64"):
+                found = re.search(r"dense<(-?\d+)> : tensor<", str(op.attributes["value"]))
+                if found:
+                    self.constants[results[0]] = int(found[1])
         elif name in ("stablehlo.case", "stablehlo.if"):
             ops, outputs = self._block(op.regions[0].blocks[0], known)
             yield from ops

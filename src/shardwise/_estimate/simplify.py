@@ -11,6 +11,10 @@ from .partition import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
 _MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}
+# What a loop's body does to the same array in each iteration is done once, before the loop.
+_HOISTED = {"all-gather", "convert", "transpose", "reshape"}
+_CAST = {"convert", "transpose", "reshape"}
+_PERMUTE = "collective-permute"
 _MOVED = {"all-gather", "all-to-all", "collective-permute", "all_slice"}
 _REPEATS = _MOVED | {"broadcast_in_dim", "reshape", "convert", "transpose", "sharding_constraint"}
 _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
@@ -18,12 +22,103 @@ _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
 
 def simplified(program: Program) -> Program:
     """Returns the program without operations that are dead, or done before."""
-    ops = _sliced_first(program, _uniform(program.ops, set()))
+    names: dict[int, int] = {}
+    ops = _unrolled(program.ops, names)
+    outputs = tuple(names.get(value, value) for value in program.outputs)
+    program = dataclasses.replace(program, ops=ops, outputs=outputs)
+    ops = _hoisted(program, _sliced_first(program, _uniform(program.ops, set())))
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
     outputs = tuple(renamed.get(value, value) for value in program.outputs)
     return dataclasses.replace(program, ops=_live(ops, outputs), outputs=outputs)
+
+
+def _unrolled(ops: Sequence[Op], names: dict[int, int]) -> list[Op]:
+    """Returns the operations with the bodies of loops that run once in place of these loops.
+
+    Args:
+        ops: the operations.
+        names: filled with the values that are other values then.
+    """
+    found: list[Op] = []
+    for op in ops:
+        op = dataclasses.replace(op, operands=tuple(names.get(v, v) for v in op.operands))
+        if op.kind == "while" and op.trips == 1:
+            names.update(zip(op.inside, op.operands, strict=True))
+            found += _unrolled(op.body, names)
+            names.update(zip(op.results, (names.get(v, v) for v in op.after), strict=True))
+            continue
+        if op.kind == "while":
+            body = _unrolled(op.body, names)
+            after = tuple(names.get(v, v) for v in op.after)
+            op = dataclasses.replace(op, body=body, after=after)
+        found.append(op)
+    return found
+
+
+def _hoisted(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with gathers of what a loop does not change in front of the loop."""
+    kept: list[Op] = []
+    for op in ops:
+        if op.kind != "while":
+            kept.append(op)
+            continue
+        body = _hoisted(program, op.body)
+        outer = {
+            inside: operand
+            for inside, operand, after in zip(op.inside, op.operands, op.after, strict=True)
+            if inside == after
+        }
+        made = {value for each in body for value in each.results} | (set(op.inside) - outer.keys())
+        rest: list[Op] = []
+        for each in body:
+            fixed = not made.intersection(each.operands)
+            if fixed and each.kind in _HOISTED and len(each.results) == 1 and each.operands:
+                made.discard(each.results[0])
+                operands = tuple(outer.get(value, value) for value in each.operands)
+                kept.append(dataclasses.replace(each, operands=operands))
+            else:
+                rest.append(each)
+        loop, sums = _summed_after(program, dataclasses.replace(op, body=rest))
+        kept += [loop, *sums]
+    return kept
+
+
+def _summed_after(program: Program, loop: Op) -> tuple[Op, list[Op]]:
+    """Returns a loop that adds up parts, and the all-reduces of their sums in place of those inside."""
+    shapes = program.shapes
+    made = {value: each for each in loop.body for value in each.results}
+    users: dict[int, int] = {}
+    for each in loop.body:
+        for value in {*each.operands, *(_read(each.body) if each.body else ())}:
+            users[value] = users.get(value, 0) + 1
+    for value in loop.after:
+        users[value] = users.get(value, 0) + 1
+    results, sums, gone = list(loop.results), [], {}
+    for place, (inside, after) in enumerate(zip(loop.inside, loop.after, strict=True)):
+        total = made.get(after)
+        if total is None or total.kind != "add" or inside not in total.operands:
+            continue
+        value = next((v for v in total.operands if v != inside), inside)
+        while (part := made.get(value)) is not None and part.kind in _CAST and users[value] == 1:
+            value = part.operands[0]
+        if part is None or part.kind != "all-reduce" or len(part.results) != 1:
+            continue
+        if users[value] != 1 or users[inside] != 1 or users[after] != 1:
+            continue
+        gone[value] = part.operands[0]
+        results[place] = len(shapes)
+        shapes[results[place]] = shapes[loop.results[place]]
+        sums.append(
+            dataclasses.replace(part, operands=(results[place],), results=(loop.results[place],))
+        )
+    body = [
+        dataclasses.replace(each, operands=tuple(gone.get(v, v) for v in each.operands))
+        for each in loop.body
+        if not (each.kind == "all-reduce" and each.results[0] in gone)
+    ]
+    return dataclasses.replace(loop, body=body, results=tuple(results)), sums
 
 
 def _live(ops: Sequence[Op], outputs: Collection[int]) -> list[Op]:
@@ -269,9 +364,9 @@ def _merged(program: Program, ops: Sequence[Op], renamed: dict[int, int]) -> lis
             body = _merged(program, op.body, renamed)
             after = tuple(renamed.get(v, v) for v in op.after)
             op = dataclasses.replace(op, body=body, after=after)
-        elif op.kind in _MERGED:
+        elif op.kind in _MERGED or (op.kind == _PERMUTE and "pairs" in op.attributes):
             shapes = tuple(program.shapes[value] for value in op.results)
-            key = (op.kind, op.operands, op.axes, shapes)
+            key = (op.kind, op.operands, op.axes, shapes, op.attributes.get("pairs"))
             if key in seen:
                 renamed.update(zip(op.results, seen[key].results, strict=True))
                 continue

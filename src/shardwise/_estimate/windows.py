@@ -18,9 +18,10 @@ from .partition import Op
 # Devices over which products are computed in parts: seen for 4, 8 and 16, not for 2, nor for 64 of
 # 256; nor for the 4 of one host.
 RINGS = (4, 8, 12, 16, 20, 24, 28, 32)
-# Two uses of a gathered array that are further apart than this many operations gather it twice: seen
-# for 573, not for 426.
-_APART = 500
+# The attribute of products that the program computes in float32: never in parts.
+WIDE = "in_float32"
+# An array is gathered again for a use that is this much nearer to the end of the step.
+_APART = 130
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -89,13 +90,12 @@ def mark_windows(
         for value in kernel.reads:
             readers[value].append(kernel)
     zeros: set[Shape] = set()
-    places = {value: number for number, value in enumerate(maker)}
+    heights = _heights(maker)
     for kernel in kernels:
         parts = math.prod(size for _, size in kernel.op.axes)
         if kernel.op.kind == "all-gather":
             near = [k for value in kernel.writes for k in readers[value]]
-            uses = [places.get(k.op.results[0], 0) for k in near if k.op.results]
-            kernel.repeats = 2 if uses and max(uses) - min(uses) > _APART else 1
+            kernel.repeats = _repeats([heights[k.op.results[0]] for k in near if k.op.results])
         elif kernel.op.kind == "reduce-scatter":
             near = [owner[value] for value in kernel.reads if value in owner]
         else:
@@ -106,6 +106,8 @@ def mark_windows(
         if len(near) != 1 or near[0].op.kind != "dot_general" or near[0].op.manual:
             continue
         product = near[0]
+        if WIDE in product.op.attributes:
+            continue
         if kernel.op.kind == "all-gather":
             summed = _sums(product.op, kernel.op, shapes, maker)
             if not summed and _partial(product, readers):
@@ -127,6 +129,30 @@ def mark_windows(
             near = [owner[v] for v in kernel.reads if v in owner]
             near += [k for v in kernel.writes for k in readers[v]]
             kernel.absorbed = any(k.op.kind == "dot_general" for k in near if k.heavy)
+
+
+def _heights(maker: Mapping[int, Op]) -> dict[int, int]:
+    """Returns how far each value is from the end of the step, as XLA measures it: more for more users."""
+    heights: dict[int, int] = defaultdict(int)
+    done: set[int] = set()
+    for op in reversed(list(maker.values())):
+        if id(op) in done:
+            continue
+        done.add(id(op))
+        own = max(heights[value] for value in op.results)
+        heights.update(dict.fromkeys(op.results, own))
+        for value in set(op.operands):
+            heights[value] = max(heights[value], own) + 1
+    return heights
+
+
+def _repeats(heights: Sequence[int]) -> int:
+    """Returns how often an array is gathered for uses at these heights."""
+    found, lowest = 1, None
+    for height in sorted(heights, reverse=True):
+        found += lowest is not None and lowest > height + 1 + _APART
+        lowest = height
+    return found
 
 
 def _partial(product: Kernel, readers: Mapping[int, Sequence[Kernel]]) -> bool:

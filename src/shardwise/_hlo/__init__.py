@@ -11,6 +11,7 @@ from .flops import bytes_accessed as bytes_accessed
 from .flops import flops_of as flops_of
 from .flops import splash_flops as splash_flops
 from .flops import work_of as work_of
+from .lowered import unpartitioned as unpartitioned
 from .program import Instruction as Instruction
 from .program import Module as Module
 from .program import Shape as Shape
@@ -22,6 +23,7 @@ from .slices import between_slices as between_slices
 from .slices import rendezvous as rendezvous
 from .source import EDGES as EDGES
 from .source import Source as Source
+from .source import named as named
 from .source import source_of as source_of
 from .source import user_place as user_place
 from .traffic import Collective as Collective
@@ -29,5 +31,4 @@ from .traffic import by_axis as by_axis
 from .traffic import collective_kind as collective_kind
 from .traffic import collective_parts as collective_parts
 from .traffic import collectives as collectives
-from .traffic import named as named
 from .traffic import replica_groups as replica_groups

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .._jax import mlir_bindings, module_bytes
+from .._jax import mlir_bindings
+from .lowered import unpartitioned
 from .source import user_place
 
 _PASSES = (
@@ -48,7 +49,7 @@ def reshards(module: Any) -> list[Reshard]:
     """
     ir, passmanager = mlir_bindings()
     with module.context:
-        own = ir.Module.parse(module_bytes(module))
+        own = unpartitioned(module)
         try:
             passmanager.PassManager.parse(_PASSES).run(own.operation)
         except (ValueError, ir.MLIRError):

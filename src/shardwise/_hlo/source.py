@@ -64,6 +64,52 @@ def source_of(module: Module, instruction: Instruction, paths: Collection[str]) 
     )
 
 
+def named(module: Module, computation: str, instruction: Instruction) -> Instruction:
+    """Returns the instruction that says where one comes from: itself, or the nearest that does.
+
+    What the compiler makes itself has no name: a fusion is named by what it computes, a product that
+    it merged from several by what reads the result, anything else by what makes its operand.
+    """
+    own = module.by_name[computation]
+    found = instruction
+    for _ in range(4):
+        if found.op_name:
+            return found
+        inside = _last_named(module, found)
+        if inside is not None:
+            return inside
+        if found.opcode == "custom-call" and "matmul" in found.rest:
+            return _reader(module, computation, found) or instruction
+        following = next((own[name] for name in found.operands if name in own), None)
+        if following is None or following.opcode in ("parameter", "constant", "while"):
+            break
+        found = following
+    return instruction
+
+
+def _last_named(module: Module, fusion: Instruction) -> Instruction | None:
+    """Returns the last instruction of a fusion that has a name."""
+    if fusion.opcode != "fusion" or not fusion.called:
+        return None
+    inside = module.computations.get(fusion.called[0], [])
+    return next((i for i in reversed(inside) if i.op_name and i.opcode != "parameter"), None)
+
+
+def _reader(module: Module, computation: str, product: Instruction) -> Instruction | None:
+    """Returns what reads a product first and has a name."""
+    values = {product.name}
+    for other in module.computations[computation]:
+        if not values.intersection(other.operands):
+            continue
+        if other.opcode in ("get-tuple-element", "bitcast"):
+            values.add(other.name)
+        elif other.op_name:
+            return other
+        elif (inside := _last_named(module, other)) is not None:
+            return inside
+    return None
+
+
 def user_place(stack: list[tuple[str, int, str]]) -> str:
     """Returns `file.py:12` for the innermost frame of user code, or an empty string."""
     for file, line, function in stack:

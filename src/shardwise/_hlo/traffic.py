@@ -12,7 +12,7 @@ import numpy as np
 from .._chips import sent_bytes
 from .program import Instruction, Module, Shape
 from .slices import between_slices, slice_groups
-from .source import Source, leaf_of, source_of
+from .source import Source, leaf_of, named, source_of
 
 # From the HLO name to the name in the cost model.
 _KINDS = {
@@ -110,20 +110,6 @@ def _collective_instructions(module: Module) -> Iterator[tuple[str, Instruction,
                     continue
                 chains.add(key)
             yield computation, instruction, times
-
-
-def named(module: Module, computation: str, instruction: Instruction) -> Instruction:
-    """Returns what says where an instruction comes from: between slices, what makes its operand."""
-    found = instruction
-    for _ in range(4 if between_slices(instruction) else 0):
-        if (
-            found.op_name
-            or not found.operands
-            or found.operands[0] not in module.by_name[computation]
-        ):
-            break
-        found = module.by_name[computation][found.operands[0]]
-    return found
 
 
 def _kind(module: Module, computation: str, instruction: Instruction) -> str:

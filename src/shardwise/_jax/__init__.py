@@ -24,6 +24,7 @@ from .private import Internal as Internal
 from .private import MissingInternal as MissingInternal
 from .private import active_axis_rules as active_axis_rules
 from .private import backend_has_started as backend_has_started
+from .private import bind_gloo as bind_gloo
 from .private import cluster_kinds as cluster_kinds
 from .private import commit_future as commit_future
 from .private import data_attributes as data_attributes

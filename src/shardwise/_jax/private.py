@@ -21,7 +21,7 @@ import importlib.metadata
 import inspect
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 TESTED = {
@@ -43,7 +43,11 @@ _FEATURES = {
     "jax._src.distributed.global_state": _PROCESSES,
     "jax._src.interpreters.mlir.make_ir_context": _COMPILE,
     "jaxlib._jax.DeviceList": _COMPILE,
+    "jaxlib._jax.make_gloo_tcp_collectives": _PROCESSES,
+    "jax._src.xla_bridge._backend_factories": _PROCESSES,
     "jax._src.xla_bridge.backends_are_initialized": _PROCESSES,
+    "jax._src.xla_bridge.config": _PROCESSES,
+    "jax._src.xla_bridge.make_cpu_client": _PROCESSES,
     "jax.core.Tracer.sharding": "tracing thousands of layers in linear time",
     "jax.experimental.pallas.ops.tpu.splash_attention": "splash attention in sw.models",
     "jax.experimental.topologies.get_topology_desc": "sw.compile for chips you do not have",
@@ -152,6 +156,26 @@ def distributed_state() -> Any:
 def cluster_kinds() -> Sequence[Any]:
     """Returns the kinds of clusters that JAX can detect, in the order in which it asks them."""
     return reach("jax._src.clusters.ClusterEnv._cluster_types")
+
+
+def bind_gloo(host: str) -> None:
+    """Makes the CPU's collectives listen on one address, instead of that of the host's name.
+
+    To be called before the backend starts. JAX has a parameter for the collectives, which nothing
+    passes on.
+    """
+    factories = reach("jax._src.xla_bridge._backend_factories")
+    make_client = reach("jax._src.xla_bridge.make_cpu_client")
+    make_gloo = reach("jaxlib._jax.make_gloo_tcp_collectives")
+    is_gloo = reach("jax._src.xla_bridge.config").cpu_collectives_implementation
+
+    def make() -> Any:
+        client = distributed_state().client
+        if client is None or is_gloo.value != "gloo":
+            return make_client()
+        return make_client(collectives=make_gloo(distributed_client=client, hostname=host))
+
+    factories["cpu"] = replace(factories["cpu"], factory=make)
 
 
 def backend_has_started() -> bool:

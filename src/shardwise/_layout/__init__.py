@@ -20,11 +20,12 @@ from .rules import replicate as replicate
 from .rules import steps_text as steps_text
 from .strategies import FSDP_AXES as FSDP_AXES
 from .strategies import PART_AXES as PART_AXES
+from .strategies import TENSOR_AXES as TENSOR_AXES
 from .strategies import Named as Named
 from .strategies import fsdp as fsdp
 from .strategies import stage_axes as stage_axes
 from .strategies import stages as stages
+from .strategies import tensor as tensor
 from .strategies import zero1 as zero1
 from .strategies import zero2 as zero2
 from .strategies import zero_axes as zero_axes
-from .tensor_parallel import tensor as tensor

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from .._base import write_atomically
+from .._base import read_json, require_form, rows_of, write_atomically
 from .._mesh import AnyMesh, mesh_types, parse_spec, show_spec
 from .._nnx import Follows, Leaf, Left, Opinion, show_path, split_path
 
@@ -29,6 +28,35 @@ STEP = {
     "loss_chunks": (int,),
     "offload": (str,),
     "microbatches": (int, type(None)),
+}
+
+
+_LEAF = {
+    "path": str,
+    "shape": list[int],
+    "dtype": str,
+    "kind": str,
+    "spec": str,
+    "reason": str,
+    "keys?": list,
+    "names?": str,
+    "by?": str,
+    "clashes?": list[list[str]],
+    "intentional?": bool,
+    "meant?": bool,
+    "left?": str,
+    "gathered?": list[str],
+    "stacked?": list[int],
+    "moments?": str,
+    "gradients?": str,
+    "*": Any,
+}
+_FORM = {
+    "mesh": dict[str, int],
+    "axis_types": dict[str, str],
+    "dead_patterns": list[list[str]],
+    "leaves": rows_of(_LEAF),
+    "*": Any,
 }
 
 
@@ -73,15 +101,16 @@ def read(
         ValueError: the file cannot be read, or is not a lockfile.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = read_json(path)
     except OSError as error:
         raise ValueError(f"the layout {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not a layout: it is not JSON ({error})") from error
+        raise ValueError(f"{path} is not a layout: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         got = data.get("format") if isinstance(data, dict) else None
         raise ValueError(f"{path} is not a layout of format {FORMAT}: its format is {got!r}")
     try:
+        require_form(data, _FORM)
         sizes = {str(axis): int(size) for axis, size in data["mesh"].items()}
         types = tuple(AxisType[data["axis_types"][axis]] for axis in sizes)
         if not all(size > 0 for size in sizes.values()):
@@ -89,8 +118,9 @@ def read(
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
         dead = tuple((str(pattern), str(near)) for pattern, near in data["dead_patterns"])
         return mesh, [_leaf(row, sizes) for row in data["leaves"]], dead
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__} "
+        raise ValueError(f"{path} is a damaged layout: {kind}{str(error)[:500]}") from error
 
 
 def read_step(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -100,10 +130,11 @@ def read_step(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: it cannot be read, or names what no step has.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return _step(data.get("step", {}))
-    except (OSError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is a damaged layout: {type(error).__name__} {error}") from error
+        return _step(read_json(path, {"step?": dict, "*": Any}).get("step", {}))
+    except OSError as error:
+        raise ValueError(f"the layout {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is a damaged layout: {error}") from error
 
 
 def _step(step: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .spec import normal_spec as normal_spec
 from .spec import padded as padded
 from .spec import parse_spec as parse_spec
 from .spec import places_for_names as places_for_names
+from .spec import require_plain as require_plain
 from .spec import require_spec as require_spec
 from .spec import shard_shape as shard_shape
 from .spec import show_spec as show_spec

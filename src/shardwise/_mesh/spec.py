@@ -68,21 +68,27 @@ def show_spec(spec: P) -> str:
     return f"P({', '.join(map(repr, spec))})"
 
 
+_LONGEST_SPEC, _MOST_BRACKETS = 4000, 70
+
+
 def parse_spec(text: str) -> P:
     """Returns the spec written as `P(None, 'model')`; the inverse of `show_spec`.
 
     Raises:
         ValueError: the text is not a spec.
     """
-    wanted = f"{text!r} is not a spec: write it as P(None, 'model') or P(('data', 'model'))"
+    wanted = f"{text!r:.200} is not a spec: write it as P(None, 'model') or P(('data', 'model'))"
     try:
+        # Python's parser runs out of memory or stack on some deeply nested texts.
+        if len(text) > _LONGEST_SPEC or text.count("(") > _MOST_BRACKETS:
+            raise ValueError(f"it is too long: {len(text)} characters")
         call = ast.parse(text.strip(), mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
             raise ValueError(wanted)
         if call.func.id not in ("P", "PartitionSpec") or call.keywords:
             raise ValueError(wanted)
         spec = P(*(ast.literal_eval(argument) for argument in call.args))
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ValueError(wanted) from error
     require_spec(spec, text)
     return spec
@@ -99,6 +105,7 @@ def require_spec(value: Any, source: str) -> P:
             f"{source} gave {show_value(value)}, which is {show_type(value)}: "
             f"a rule gives a PartitionSpec, or None for no opinion"
         )
+    require_plain(value, source)
     for entry in value:
         plain = entry is None or isinstance(entry, str)
         if not plain and not (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry)):
@@ -107,6 +114,21 @@ def require_spec(value: Any, source: str) -> P:
                 f"an axis name, or a tuple of axis names"
             )
     return value
+
+
+def require_plain(spec: P, source: str) -> None:
+    """Raises if a spec says more than the axes of each dim; JAX cannot even iterate over such a one.
+
+    Raises:
+        ValueError: it has `reduced` or `unreduced` axes.
+    """
+    for word in ("reduced", "unreduced"):
+        if axes := getattr(spec, word, None):
+            extra = f"{word}={{{', '.join(map(repr, sorted(axes)))}}}"
+            raise ValueError(
+                f"{source} gave a spec with {extra}: that is for values inside a step, and arrays "
+                f"that are kept between steps cannot have it; give the axes of each dim alone"
+            )
 
 
 def faults(

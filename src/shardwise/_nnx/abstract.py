@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._base import show_type
-from .._mesh import AnyMesh
+from .._mesh import AnyMesh, require_plain
 from .adapters import with_bases
 from .build import trace_build
 from .leaf import Leaf
@@ -94,7 +94,7 @@ def leaves_of(model: AbstractModel, sizes: Mapping[str, int]) -> list[Leaf]:
         expected = _unstacked_shape(owner, keys[-1]) if keys else None
         for inner, array in arrays_of(variable):
             all_keys = keys + inner
-            names = (_annotation(variable) if is_variable and not inner else None) or (
+            names = (_annotation(variable, keys) if is_variable and not inner else None) or (
                 model.typed.get(all_keys)
             )
             found.append(
@@ -127,7 +127,7 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
 
-def _annotation(variable: nnx.Variable) -> tuple[Any, ...] | None:
+def _annotation(variable: nnx.Variable, keys: Keys) -> tuple[Any, ...] | None:
     """Returns the entries of a variable's annotation, however it was written."""
     sharding = variable.get_metadata().get("out_sharding")
     sharding = getattr(sharding, "sharding", sharding)  # a Format wraps a sharding
@@ -135,11 +135,16 @@ def _annotation(variable: nnx.Variable) -> tuple[Any, ...] | None:
         sharding = sharding.spec
     if sharding is None:
         return None
+    if isinstance(sharding, PartitionSpec):
+        require_plain(sharding, f"the annotation of {show_path(keys)}")
     return tuple(tuple(e) if isinstance(e, list) else e for e in sharding)
 
 
 def _typed(state: Any) -> dict[Keys, tuple[Any, ...]]:
     specs = {keys: getattr(x.sharding, "spec", ()) for keys, x in keyed_leaves(state)}
+    for keys, spec in specs.items():
+        if isinstance(spec, PartitionSpec):
+            require_plain(spec, f"the sharding of {show_path(keys)}")
     return {keys: tuple(spec) for keys, spec in specs.items() if any(spec)}
 
 

@@ -128,8 +128,10 @@ def agreed_steps(checkpoints: Any) -> list[int]:
     for a while until all see the same steps.
 
     Raises:
+        CheckpointError: the processes do not share the directory.
         ProcessesDiffer: a process still sees different steps.
     """
+    checkpoints.require_shared()
     until = time.monotonic() + _STALE_SECONDS
     while True:
         with together("listing the checkpoints"):

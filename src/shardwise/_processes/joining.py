@@ -14,7 +14,13 @@ from typing import Any
 import jax
 
 from .._base import public
-from .._jax import MissingInternal, backend_has_started, cluster_kinds, distributed_state
+from .._jax import (
+    MissingInternal,
+    backend_has_started,
+    bind_gloo,
+    cluster_kinds,
+    distributed_state,
+)
 from .peer_watch import WATCHES, PeerWatch
 from .peers import Processes
 
@@ -191,6 +197,8 @@ def _initialize(processes: Processes, timeout_seconds: float, start_seconds: flo
             # One accelerator per process, as JAX does under Slurm and Open MPI.
             "local_device_ids": None if has_devices else [processes.index],
         }
+        if address.startswith("127.0.0.1:"):
+            bind_gloo("127.0.0.1")  # likewise
     try:
         jax.distributed.initialize(**arguments)
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 
@@ -57,17 +56,23 @@ def naming_lost_process(during: str = "") -> Iterator[None]:
         yield
         return
     watch = WATCHES[0]
-    watch.inside_since = time.monotonic()
+    before, watch.inside_since = watch.inside_since, time.monotonic()
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         loss = watch.find_for(error)
         if loss is None:
             raise
-        text = watch.settle(loss, during, str(error).splitlines()[0])
+        text = watch.settle(loss, during, _first_line(error))
         raise LostProcess(text, loss.lost) from error
     finally:
-        watch.inside_since = math.inf
+        watch.inside_since = before
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).partition("\n")[0]
+    # It is known by now why the state could not be used again: it is no mistake of the caller's.
+    return "" if text.startswith("this state was donated") else text
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import importlib
 import json
 import math
 import os
@@ -15,10 +16,11 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 
+from .._base import visible
 from .._jax import distributed_state
 from .peers import Processes, is_dead, pid_space
 
@@ -30,12 +32,17 @@ MARGIN_SECONDS = 10.0
 
 _GRACE_SECONDS = 3.0
 _LEAVE_SECONDS = 0.3
+# How long threads that are not daemons may still run in a process that has failed.
+_THREAD_SECONDS = 1.0
 # What Gloo, NCCL and the coordination service say, after XLA's status, when a peer is gone. On the
 # CPU the error is a JaxRuntimeError or, with one device per process, a ValueError. Nothing else
 # identifies it: a ValueError has no status, and that of Gloo's errors, INTERNAL or UNKNOWN, is not
 # specific. A wrong guess only costs time, since a loss must be found before it is reported.
+# A step that is dispatched after a collective failed finds its state donated, and no other reason.
 _PEER_GONE = re.compile(
-    r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)", re.I | re.S
+    r"[A-Z_]+: .*(gloo|nccl|connection|socket|heartbeat|peer|deadline|unavailable)"
+    r"|this state was donated",
+    re.I | re.S,
 )
 
 
@@ -100,6 +107,9 @@ class PeerWatch:
         who = json.dumps([socket.gethostname(), os.getpid(), pid_space()])
         _store().key_value_set(f"shardwise/process/{self.processes.index}", who)
         atexit.register(self._leave)
+        # Imported first, because it registers a hook of the same kind, which waits for its threads.
+        importlib.import_module("concurrent.futures.thread")
+        cast(Any, threading)._register_atexit(self._leave_threads)
         _note_exits(self)
         thread = threading.Thread(target=self._run, name="shardwise-watch", daemon=True)
         state = distributed_state()
@@ -243,10 +253,10 @@ class PeerWatch:
         """Writes the loss to stderr, once, bypassing Python's buffers."""
         # Formatted before the lock is taken, so that it is held only for a write.
         me = f"Process {self.processes.index} exits with code {LOST_EXIT_CODE}."
-        text = f"shardwise: {self._message(loss, ask=ask)} {me}\n".encode()
+        text = f"shardwise: {self._message(loss, ask=ask)} {me}\n"
         locked = self._naming.acquire(timeout=_GRACE_SECONDS)
         if not self._named:
-            os.write(2, text)
+            os.write(2, visible(text).encode())
             self._named, self._loss = True, loss
         if locked:
             self._naming.release()
@@ -257,6 +267,29 @@ class PeerWatch:
                 stream.flush()
         os._exit(code)
 
+    def _leave_threads(self) -> None:
+        """Exits if this process failed and a thread keeps it from exiting.
+
+        Python waits for threads before it calls `_leave`. One that commits a save waits for all
+        processes, so the others would wait for this one too, and be taken for the cause.
+        """
+        if os.getpid() != self._pid or not self._has_failed():
+            return
+        deadline = time.monotonic() + _THREAD_SECONDS
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join(max(0.0, deadline - time.monotonic()))
+                if thread.is_alive():
+                    cast(Any, atexit)._run_exitfuncs()  # ends with `_leave`
+                    return
+
+    def _has_failed(self) -> bool:
+        return (
+            self._raised
+            or getattr(sys, "last_value", None) is not None
+            or _exit_code(self.status) not in _ENDED
+        )
+
     def _leave(self) -> None:
         """Exits at once if this process failed: JAX would wait for the others first."""
         self._leaving = True
@@ -264,8 +297,7 @@ class PeerWatch:
         if not jax.distributed.is_initialized() or os.getpid() != self._pid:
             return
         code = 1 if error is not None else _exit_code(self.status)
-        # A run that a signal stopped ended normally, on all processes at once.
-        if code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM) and not self._raised:
+        if code in _ENDED and not self._raised:
             with contextlib.suppress(Exception):
                 _store().key_value_set(f"shardwise/beat/{self.processes.index}", "done", True)
             return
@@ -363,6 +395,10 @@ def _note_exits(watch: PeerWatch) -> None:
         raise Exit(status)
 
     sys.exit = exit_noted
+
+
+# A run that a signal stopped ended normally, on all processes at once.
+_ENDED = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def _exit_code(status: Any) -> int:

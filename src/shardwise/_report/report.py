@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import metadata, resources
 from typing import Any
 
-from .._base import public, show_type, write_atomically
+from .._base import public, show_type, visible, write_atomically
 from .._compile import Compiled, Plan
 from .._layout import Layout
 from .._mesh import chips_of, show_mesh
@@ -103,9 +103,9 @@ def page_of(
         scripts: files of JavaScript, in order.
     """
     # Only "<" could end the script element early.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(_visible(data), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(visible(title)),
         "policy": _POLICY,
         "style": "\n".join(asset(name) for name in styles),
         "script": "\n".join(asset(name) for name in scripts),
@@ -115,6 +115,15 @@ def page_of(
     for name, part in parts.items():
         page = page.replace(f"<!--{name}-->", part, 1)
     return Report(title, page)
+
+
+def _visible(data: Any) -> Any:
+    """Returns plain data whose texts have no control characters, whatever file they are from."""
+    if isinstance(data, str):
+        return visible(data)
+    if isinstance(data, dict):
+        return {_visible(name): _visible(value) for name, value in data.items()}
+    return [_visible(value) for value in data] if isinstance(data, list | tuple) else data
 
 
 def asset(name: str) -> str:

@@ -14,7 +14,7 @@ from .searching import search as search
 from .space import AXES as AXES
 from .space import BATCH_AXES as BATCH_AXES
 from .space import PARTS as PARTS
+from .stages import sizes as sizes
 from .strategies import best_layout as best_layout
 from .strategies import rank_strategies as rank_strategies
 from .strategies import strategies_of as strategies_of
-from .topologies import sizes as sizes

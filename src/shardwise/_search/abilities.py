@@ -20,7 +20,8 @@ from .._mesh import dim_axes
 from .._mesh import mesh as make_mesh
 from .._nnx import Leaf, Recipe
 from ..models import Decoder
-from .applied import blocks_of, made_abstract
+from .applied import axes_of_names, blocks_of, laid_out, made_abstract
+from .space import AXES
 
 # In the order in which they save memory.
 POLICIES = ("dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -40,7 +41,13 @@ class Abilities:
     @functools.cached_property
     def leaves(self) -> tuple[Leaf, ...]:
         """The leaves of the model, replicated."""
-        return layout(self.recipe, make_mesh("data=1", on="none")).leaves
+        return laid_out(self.recipe, make_mesh("data=1", on="none")).leaves
+
+    @functools.cached_property
+    def names_of_axes(self) -> dict[str, str | None]:
+        """The axis that is taken for each annotated name that is no axis; None for none."""
+        mesh = make_mesh(",".join(f"{axis}=1" for axis in AXES), on="none")
+        return axes_of_names(layout(self.recipe, mesh))
 
     @functools.cached_property
     def model_bytes(self) -> int:
@@ -68,7 +75,7 @@ class Abilities:
     def _splits(self) -> bool:
         """Whether tensor parallelism splits anything of this model."""
         try:
-            made = layout(self.recipe, make_mesh("model=2", on="none"), "tensor")
+            made = laid_out(self.recipe, make_mesh("data=1,fsdp=1,model=2", on="none"), "tensor")
         except ValueError:
             return False
         return any(leaf.resident_bytes < leaf.bytes for leaf in made.leaves)
@@ -85,7 +92,7 @@ class Abilities:
         with seeing() as seen:
             # Its batch may be too small for these stages: what it runs is seen before that.
             with contextlib.suppress(LayoutError, ValueError):
-                traced(job_of(self.recipe, layout(self.recipe, mesh, "pipeline"), None))
+                traced(job_of(self.recipe, laid_out(self.recipe, mesh, "pipeline"), None))
         return depth if seen.pipelined else 0
 
     @functools.cached_property
@@ -159,7 +166,7 @@ class Abilities:
 
     @functools.cached_property
     def _replicated(self) -> Any:
-        return layout(self.recipe, make_mesh("data=1", on="none"), "dp")
+        return laid_out(self.recipe, make_mesh("data=1", on="none"), "dp")
 
     @property
     def own_microbatches(self) -> bool:

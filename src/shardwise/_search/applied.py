@@ -1,4 +1,4 @@
-"""A recipe with what a search chose for its step: remat, microbatches, chunks, offloading."""
+"""A recipe and a layout with what a search chose: strategy, remat, microbatches, chunks, offloading."""
 
 from __future__ import annotations
 
@@ -13,9 +13,32 @@ import jax
 from flax import nnx
 
 from .._base import either
+from .._layout import TENSOR_AXES, Layout, layout
+from .._mesh import AnyMesh
 from .._nnx import Recipe, abstract_model
 from ..models import Decoder
 from .space import Choice
+
+
+def laid_out(recipe: Recipe, mesh: AnyMesh, strategy: str | None = None) -> Layout:
+    """Returns the layout of a strategy; what the model's annotations call `tp` is the model axis.
+
+    Annotated names that are no axis of the mesh are mapped as `axes_of_names` says.
+    """
+    made = layout(recipe, mesh, strategy)
+    names = axes_of_names(made)
+    return layout(recipe, mesh, strategy, logical=names) if names else made
+
+
+def axes_of_names(made: Layout) -> dict[str, str | None]:
+    """Returns the axis for each annotated name that resolves to none; None to replicate it.
+
+    A model that was written for a mesh with an axis `tp` says by that what is split with tensor
+    parallelism, which a search does over `model`. All other names leave it to the strategy.
+    """
+    names = {fault.name for leaf in made.leaves for fault in leaf.faults if fault.name}
+    tensor = "model" if "model" in made.mesh.shape else None
+    return {name: tensor if name in TENSOR_AXES else None for name in sorted(names)}
 
 
 def with_choice(recipe: Recipe, choice: Choice) -> Recipe:

@@ -247,9 +247,11 @@ class Maker(Protocol):
 
     Attributes:
         given: the recipe that is searched.
+        names: the axis that is taken for each annotated name that is no axis; None for none.
     """
 
     given: Recipe
+    names: Mapping[str, str | None]
 
     def recipe(self, choice: Choice) -> Recipe:
         """Returns the recipe of a choice."""

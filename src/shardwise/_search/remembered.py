@@ -6,11 +6,13 @@ import dataclasses
 import hashlib
 import os
 import re
+import typing
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .._base import require_form
 from .._check import LayoutError
 from .._compile import Compiled, cache_folder, read_entry, traced, write_entry
 from .._compile import job_of as make_job
@@ -63,12 +65,26 @@ def proof_of(compiled: Compiled, estimate: Estimate) -> Proof:
     )
 
 
+def _form_of(kind: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+_PROOF = {**_form_of(Proof), "parts": dict[str, float]}
+_ESTIMATE = _form_of(Estimate)
+
+
 class Remembered:
     """The results of one program, by choice: one entry of the cache of compilations."""
 
     def __init__(self, recipe: Recipe, calibration: str | os.PathLike[str] | None):
         """Reads what is there; a damaged entry counts as none."""
-        self.key = _fingerprint(recipe, calibration)
+        self.key, self.refused = "", ""
+        try:
+            self.key = _fingerprint(recipe, calibration)
+        except (LayoutError, ValueError) as error:
+            # Nothing is kept of a step that cannot be traced unsplit; on a mesh it may be.
+            self.refused = str(error)
         self.folder = cache_folder()
         self.rows: dict[str, Any] = self._read()
         self.new: dict[str, Any] = {}
@@ -88,17 +104,21 @@ class Remembered:
                 axis: {kind: tuple(pair) for kind, pair in kinds.items()}
                 for axis, kinds in row["by_axis"].items()
             }
+            require_form(row, {**_ESTIMATE, "by_axis": dict[str, dict[str, list[int]]]})
             return Estimate(**{**row, "by_axis": by_axis})
-        except (TypeError, KeyError, AttributeError):
+        except (TypeError, KeyError, AttributeError, ValueError):
             return None
 
     def proof(self, name: str) -> Proof | None:
         """Returns what a compiler said before."""
         row = self.rows.get(f"proof {name}")
         try:
-            return Proof(**row) if isinstance(row, dict) else None
-        except TypeError:
-            return None
+            if isinstance(row, dict):
+                require_form(row, _PROOF)
+                return Proof(**row)
+        except (TypeError, ValueError):
+            pass
+        return None
 
     def state_bytes(self, name: str) -> int | None:
         """Returns the bytes of the state on one device."""
@@ -119,17 +139,17 @@ class Remembered:
 
 
 def _fingerprint(recipe: Recipe, calibration: str | os.PathLike[str] | None) -> str:
-    """Returns what tells a recipe's program from all others; empty if it cannot be traced.
+    """Returns what tells a recipe's program from all others.
 
     The unsplit step, the source files that it comes from (a model may behave differently on another
     mesh), what prices it, and the versions of what compiles it.
+
+    Raises:
+        ValueError: it cannot be traced.
     """
-    try:
-        made = layout(recipe, make_mesh("data=1", on="none"), "dp")
-        job = make_job(recipe, made, None)
-        text = traced(job).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
-    except (LayoutError, ValueError):
-        return ""
+    made = layout(recipe, make_mesh("data=1", on="none"), "dp")
+    job = make_job(recipe, made, None)
+    text = traced(job).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
     parts = [f"search {_FORMAT}", _without_places(text), os.environ.get("XLA_FLAGS", "")]
     parts += [str(sorted((recipe.compiler_options or {}).items())), str(recipe.batch_spec)]
     for name in _PACKAGES:

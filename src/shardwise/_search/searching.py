@@ -13,8 +13,7 @@ from .._chips import parse_chips
 from .._nnx import Recipe
 from .found import Candidate, Found
 from .space import fixed_parts
-from .stages import Searcher
-from .topologies import growing
+from .stages import Searcher, growing
 
 Progress = Callable[[str], None]
 
@@ -145,6 +144,9 @@ def run_search(
         progress=progress or (lambda line: None),
         seen=seen or (lambda candidate: None),
     )
+    given = {name.partition(":")[0] for name in names}
+    if unused := sorted(set(prices or {}) - given):
+        searcher.note(f"prices of {', '.join(unused)} were not used: these chips are not searched")
     stopped = ""
     try:
         for name in names:

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from .._base import either
+from .._base import either, option
+from .._layout import PART_AXES
 
 Batch = int | Literal["free"] | None
 # Slowest first: what sends the least is between the devices that are farthest apart.
@@ -247,6 +248,7 @@ class Fixed:
                     raise ValueError(
                         f"{said} has the axis {name!r}: a search has the axes {', '.join(AXES)}"
                     )
+        _require_strategy(self.strategy)
         for word in ("accumulate", "loss_chunks"):
             value = getattr(self, word)
             if value is not None and (type(value) is not int or value < 1):
@@ -296,6 +298,17 @@ class Fixed:
             if (place["fsdp"] > 1) == ("fsdp" in parts)
             and all((place[axis] > 1) == (part in parts) for axis, part in PARTS.items())
         ] or single
+
+
+def _require_strategy(name: str | None) -> None:
+    """Raises if a search knows no strategy of this name."""
+    parts = [part.strip() for part in name.split("+")] if name is not None else []
+    for part in parts:
+        if part not in PART_AXES:
+            raise ValueError(
+                f"{option('strategy', name)} is unknown: use {', '.join(PART_AXES)}, or several "
+                f"joined by +, such as fsdp+tensor"
+            )
 
 
 def fixed_parts(mesh: str | Mapping[str, int] | None = None, **parts: object) -> Fixed:

@@ -13,6 +13,7 @@ from .._estimate import Estimate, estimate
 from .._layout import PART_AXES, Layout, layout
 from .._mesh import AnyMesh, show_mesh
 from .._nnx import Recipe
+from .applied import axes_of_names
 
 
 def strategies_of(mesh: AnyMesh) -> list[str]:
@@ -54,6 +55,14 @@ def rank_strategies(
             f"the best strategy is only known for chips: give the mesh some, as in "
             f"{either('sw.mesh(..., on=', '--on ')}{either(repr('h100:1x8'), 'h100:1x8')}"
             f"{either(')', '')}"
+        )
+    if names := axes_of_names(layout(recipe, mesh, **options)):
+        # Strategies that keep the annotation would fail, and one that overrides it would win.
+        said, first = ", ".join(map(repr, names)), next(iter(names))
+        raise ValueError(
+            f"the model's annotations have names that are no axes of {show_mesh(mesh)}, {said}, so "
+            f"strategies cannot be compared: give each an axis or none, such as "
+            f"{either(f'logical={{{first!r}: None}}', f'--rules with [logical] {first} = []')}"
         )
     found, failed = [], ""
     for name in strategies_of(mesh):

@@ -8,7 +8,7 @@ import math
 import os
 from typing import Any
 
-from .._base import write_atomically
+from .._base import read_json, require_form, write_atomically
 from .pricing import GpuRates, gpu_rates
 
 FORMAT = 1
@@ -70,6 +70,16 @@ class Calibration:
         write_atomically(path, json.dumps(found, indent=1) + "\n")
 
 
+_FORM = {
+    "chip": str,
+    "device": str,
+    "products": dict[str, float],
+    "bandwidth?": float | None,
+    "attention?": float | None,
+    "collectives?": list[list],
+}
+
+
 def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     """Returns the calibration that `shardwise chips measure` wrote.
 
@@ -78,14 +88,18 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     """
     name = os.fspath(path)
     try:
-        with open(path, encoding="utf-8") as file:
-            found: Any = json.load(file)
+        found: Any = read_json(path)
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it is not JSON"
+        why = getattr(error, "strerror", None) or error
         raise ValueError(f"{name} is not a calibration: {why}") from error
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise ValueError(f"{name} is not a calibration: `shardwise chips measure` writes one")
     try:
+        require_form(found, _FORM)
+        if any(list(map(type, row[:3])) != [str, int, int] or len(row) != 4
+               or not isinstance(row[3], int | float) or not min(row[1:]) > 0
+               for row in found.get("collectives", ())):  # fmt: skip
+            raise ValueError("collectives has a row that is not [kind, devices, bytes, seconds]")
         found["collectives"] = tuple(tuple(row) for row in found.get("collectives", ()))
         made = Calibration(**found)
         numbers = [*made.products.values(), made.bandwidth, made.attention]

@@ -42,7 +42,11 @@ class Timeline:
             rows.append(
                 {"ph": "M", "pid": 0, "tid": number, "name": "thread_name", "args": {"name": name}}
             )
-        for event in self.events:
+        for event in sorted(self.events, key=lambda event: event["start"]):
+            # Both ends are rounded, not the length: viewers reject slices that overlap by a nanosecond.
+            start, end = (
+                round(at * 1e6, 3) for at in (event["start"], event["start"] + event["seconds"])
+            )
             details = {
                 key: value
                 for key, value in event.items()
@@ -53,8 +57,8 @@ class Timeline:
                     "ph": "X",
                     "pid": 0,
                     "tid": tracks[event["stream"]],
-                    "ts": round(event["start"] * 1e6, 3),
-                    "dur": round(event["seconds"] * 1e6, 3),
+                    "ts": start,
+                    "dur": round(end - start, 3),
                     "name": event["name"],
                     "args": details,
                 }

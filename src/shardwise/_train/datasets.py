@@ -337,7 +337,8 @@ def _open(path: Path, dtype: Any) -> np.ndarray:
         if path.suffix == ".npy":
             return np.load(path, mmap_mode="r")
         return np.memmap(path, dtype=dtype, mode="r")
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:
+        # NumPy parses the header of a .npy file as Python: tokens, literals, whatever fails in them.
         raise ValueError(f"the token file {path} cannot be read: {error}") from error
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import platform
 import re
 from collections.abc import Iterator, Mapping
@@ -87,6 +88,19 @@ def require_same_run(parts: Mapping[str, str]) -> None:
     """
     if jax.process_count() > 1:
         require_same_parts(parts, WHAT, _HELP)
+
+
+def require_same_step(step: int, about: Mapping[str, Any]) -> None:
+    """Raises if the processes would restore different checkpoints under one number.
+
+    Raises:
+        ProcessesDiffer: a process has another; the message names it.
+    """
+    if jax.process_count() > 1:
+        text = json.dumps(about, sort_keys=True)
+        parts = {"checkpoint": hashlib.sha256(text.encode()).hexdigest()[:16]}
+        what = {"checkpoint": f"the checkpoint of step {step}"}
+        require_same_parts(parts, what, "the directory must be shared by all processes")
 
 
 def program_digest(closed: Any) -> str:

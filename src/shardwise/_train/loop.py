@@ -31,7 +31,7 @@ from .._step import (
     show_array,
 )
 from .datasets import Data, open_batches
-from .fingerprint import program_parts, require_same_run, run_parts
+from .fingerprint import program_parts, require_same_run, require_same_step, run_parts
 from .progress import RunLog, expected, require_logs
 from .replicas import Replicas, ReplicasDiffer
 from .stopping import Agreement, Stopped, Stopping
@@ -59,6 +59,7 @@ def fit(
     profile: int | None = None,
     show: bool = True,
     model: Any = None,
+    donate: bool = False,
 ) -> TrainState:
     """Returns the state after `steps` steps.
 
@@ -82,6 +83,8 @@ def fit(
         show: whether to show progress.
         model: initial weights, in any form that `sw.train_state` accepts. A run that resumes has its
             own, but those that `Checkpoints(trained_only=True)` did not save.
+        donate: whether the arrays of `model` are used up instead of copied, as `sw.train_state` does;
+            without it, they stay in memory as long as you keep them.
 
     Raises:
         ProcessesDiffer: a process runs a different program, or has different data or checkpoints.
@@ -118,6 +121,7 @@ def fit(
         profile=profile,
         show=show,
         model=model,
+        donate=donate,
     )
 
 
@@ -136,6 +140,7 @@ def fit_with(
     profile: int | None = None,
     show: bool = True,
     model: Any = None,
+    donate: bool = False,
 ) -> TrainState:
     """Does what `fit` does, with a step that several runs may share: it is compiled once."""
     _require(steps, log_every, evaluate, evaluate_every, evaluate_batches, profile)
@@ -167,7 +172,7 @@ def fit_with(
     with _released_on_failure(checkpoints):
         if checkpoints is not None and (not saved or saved[-1] < steps):
             with together("preparing the checkpoints"):
-                checkpoints.require_writable()
+                checkpoints.require_writable(until=steps)
         with together("tracing the step"), explained_tracing():
             # Traced only once: the first step finds it in JAX's cache.
             traced = step.jitted.trace(blueprint.abstract, blueprint.batch).jaxpr
@@ -178,17 +183,19 @@ def fit_with(
             newest = saved[-1]
             # Check the metadata first: reading waits for all processes, even for one that failed.
             with together(f"checking step {newest}"):
-                flight_check(blueprint, checkpoints.about(newest)).findings.raise_if_errors()
+                about = checkpoints.about(newest)
+                flight_check(blueprint, about).findings.raise_if_errors()
+            require_same_step(newest, about)
             with (
                 together(f"restoring step {newest}"),
                 working(f"restoring step {newest}", show=shown),
             ):
                 state = checkpoints.restore_onto(blueprint, step=newest, given=given)
-                position = checkpoints.about(newest)["position"]
+                position = about["position"]
         else:
             doing = "initialising the model in its shards"
             with together(doing), working(doing, show=shown):
-                state, position = begin(blueprint, given), 0
+                state, position = begin(blueprint, given, donate=donate), 0
         first = int(state.step)
         saver = _Saver(blueprint, checkpoints, state)
         evaluator = (

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from .._base import show_bytes, show_count, show_seconds
+from .._base import show_bytes, show_count, show_seconds, tell_error
 from .._compile import step_machine
 from .._estimate import Estimate, estimate
 from .._layout import Layout
@@ -113,7 +113,7 @@ class RunLog:
             if self._bar is not None:
                 self._bar.console.print(text, highlight=False, markup=False)
             else:
-                print(text, file=sys.stderr, flush=True)
+                tell_error(text)
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
         """Writes and prints other metrics, such as those of an evaluation."""

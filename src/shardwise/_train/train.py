@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,9 @@ from .._step import (
 
 
 @public
-def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainState:
+def train_state(
+    recipe: Recipe, layout: Layout, *, model: Any = None, donate: bool = False
+) -> TrainState:
     """Returns the state before the first step, initialised directly in its shards.
 
     Args:
@@ -45,6 +48,8 @@ def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainSt
             the same shape and dtype; take missing ones from a new state, as in
             `{**sw.train_state(recipe, layout).model, **mine}`. All processes must pass the same
             weights. By default, the recipe's model is initialised.
+        donate: whether the arrays of `model` become those of the state, or are freed as they are
+            copied, so that the weights are never there twice. They cannot be used any more.
 
     Raises:
         LayoutError: the layout has errors, or the layout or the weights do not match the model;
@@ -62,7 +67,8 @@ def train_state(recipe: Recipe, layout: Layout, *, model: Any = None) -> TrainSt
     """
     blueprint = make_blueprint(recipe, layout)
     require_mesh(blueprint.layout)
-    return begin(blueprint, given_arrays(model, blueprint) if model is not None else None)
+    given = given_arrays(model, blueprint) if model is not None else None
+    return begin(blueprint, given, donate=donate)
 
 
 def given_arrays(model: Any, blueprint: Blueprint) -> dict[str, Any]:
@@ -110,7 +116,9 @@ def _by_path(arrays: Mapping[Any, Any], keys: tuple[Any, ...] = ()) -> Iterator[
             yield key, value  # already a path
 
 
-def begin(blueprint: Blueprint, given: Mapping[str, Any] | None = None) -> TrainState:
+def begin(
+    blueprint: Blueprint, given: Mapping[str, Any] | None = None, *, donate: bool = False
+) -> TrainState:
     """Returns the state before the first step, from given or newly initialised arrays."""
     with own_mesh(blueprint.layout.mesh):
         if given is None:
@@ -119,8 +127,33 @@ def begin(blueprint: Blueprint, given: Mapping[str, Any] | None = None) -> Train
             arrays = dict(zip(paths, jax.tree.leaves(initial), strict=True))
         else:
             shardings = blueprint.shardings.model
-            arrays = {path: _copied(x, shardings[path]) for path, x in given.items()}
+            place = _taken if donate else _copied
+            times = collections.Counter(map(_memory, given.values()))
+            arrays = {
+                # What two leaves share is copied: a step cannot donate it twice.
+                path: (_copied if times[_memory(x)] > 1 else place)(x, shardings[path])
+                for path, x in given.items()
+            }
         return _begin(blueprint, arrays)
+
+
+def _memory(x: Any) -> int:
+    """Returns a number that is the same for arrays that share memory."""
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if not isinstance(x, jax.Array) or is_key or x.size == 0 or x.is_deleted():
+        return id(x)
+    return x.addressable_data(0).unsafe_buffer_pointer()
+
+
+def _taken(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Returns the array itself if it is placed as it should be; otherwise a copy, and it is freed."""
+    if isinstance(x, jax.Array) and x.sharding == sharding:
+        return x
+    placed = _copied(x, sharding)
+    if isinstance(x, jax.Array):
+        jax.block_until_ready(placed)
+        x.delete()
+    return placed
 
 
 def _copied(x: Any, sharding: NamedSharding) -> jax.Array:

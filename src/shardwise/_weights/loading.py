@@ -20,7 +20,7 @@ from .._layout import Layout
 from .._nnx import AbstractModel, abstract_model, quantiser
 from .._place import initialise_some, put_anywhere, require_devices
 from .._processes import together
-from .header import FileFault
+from .files import FileFault
 from .naming import Names
 from .portions import box_of
 from .preflight import LoadPlan, WeightsError, plan_load

@@ -16,11 +16,10 @@ import numpy as np
 from flax import nnx
 
 from .._base import count, either, option, public, show_bytes
-from .._check import Allow, Finding, Findings, LayoutError, make_finding, matched, sift
+from .._check import Allow, Finding, Findings, LayoutError, check, make_finding, matched, sift
 from .._layout import Layout, require_layout
 from .._nnx import AbstractModel, Leaf, Recipe, abstract_model, plain_path, quantiser
-from .folder import Folder, open_folder
-from .header import DTYPES, Tensor
+from .files import DTYPES, Folder, Tensor, open_folder
 from .naming import Bound, NameMap, Names, read_names
 from .portions import read_bytes
 from .reading import Reader, Source
@@ -29,7 +28,11 @@ from .regions import Box, CannotView, Piece, meet, place, view_of, volume
 # Leaves that a checkpoint must have; others, such as random keys, are initialised.
 _REQUIRED = (nnx.Param, nnx.BatchStat)
 _NEAREST = 20  # findings that name the nearest path; looking for it is slow
-_HELP_NAME = "add a name for it, or map it to None if it is not needed"
+
+
+def _name_help() -> str:
+    form = either("allow={'SW601': …} skips", "--allow SW601:PATTERN skips")
+    return f"add a name for it; if it is not needed, map it to None, or {form} keys"
 
 
 @public
@@ -125,6 +128,9 @@ def check_weights(
         dtype: as for `sw.load`.
         allow: path patterns by code of findings that are intentional, as for `sw.check`.
 
+    Raises:
+        LayoutError: the layout has errors, or belongs to another model.
+
     Example:
         >>> import tempfile, shardwise as sw
         >>> from flax import nnx
@@ -140,6 +146,7 @@ def check_weights(
     model = make.model if isinstance(make, Recipe) else make
     abstract = abstract_model(model, layout.mesh)
     own = matched(layout, abstract.state)
+    check(layout).raise_if_errors()  # otherwise there are no shards to count the bytes of
     return plan_load(abstract, own, path, names=names, dtype=dtype, allow=allow).preflight
 
 
@@ -169,8 +176,12 @@ def plan_load(
     found: list[Finding] = [make_finding(f.code, f.path, f.fact, f.help) for f in folder.faults]
     sources, wrong, quantised = _assign(folder, layout.leaves, dtypes, parts, name_map, found)
     made = {part for number in quantised for part in parts[number].values()}
-    if not any(fault.code in ("SW607", "SW608") for fault in folder.faults):
-        # Where a file is missing or damaged, everything that it has would be missing too.
+    # Where a file is missing or damaged, everything that it has would be missing too.
+    is_all = not any(fault.code in ("SW607", "SW608") for fault in folder.faults)
+    for number, pieces in enumerate(sources):
+        if number not in wrong:
+            found += _overlaps(layout.leaves[number], pieces, is_all=is_all)
+    if is_all:
         found += _missing(model, layout.leaves, sources, wrong | made)
     findings = sift(found, allow)
     preflight = WeightsPreflight(
@@ -298,7 +309,7 @@ def _assign(
         matches = names.find(key)
         if not matches:
             found.append(
-                make_finding("SW601", key, f"no name matches this key of {tensor}", _HELP_NAME)
+                make_finding("SW601", key, f"no name matches this key of {tensor}", _name_help())
             )
             continue
         if len(matches) > 1 and len({bound for _, bound in matches}) > 1:
@@ -324,7 +335,7 @@ def _assign(
                         "SW601",
                         key,
                         f"its name is {bound.path}, which is not a leaf of the model",
-                        f"the nearest leaf is {near[0]}" if near else _HELP_NAME,
+                        f"the nearest leaf is {near[0]}" if near else _name_help(),
                     )
                 )
                 continue
@@ -359,9 +370,6 @@ def _assign(
                 lossy.add(number)
                 found.append(problem)
             sources[number].append(Source(tensor, piece))
-    for number, pieces in enumerate(sources):
-        if number not in wrong:
-            found += _overlaps(leaves[number], pieces)
     return sources, wrong, quantised
 
 
@@ -415,8 +423,8 @@ def _holds(have: np.dtype, wanted: np.dtype) -> bool:
     return one.nmant <= other.nmant and one.maxexp <= other.maxexp and one.minexp >= other.minexp
 
 
-def _overlaps(leaf: Leaf, pieces: Sequence[Source]) -> Iterator[Finding]:
-    """Yields keys that fill the same part of a leaf, and parts that no key fills."""
+def _overlaps(leaf: Leaf, pieces: Sequence[Source], *, is_all: bool) -> Iterator[Finding]:
+    """Yields keys that fill the same part of a leaf and, of all keys, parts that none fills."""
     if not pieces:
         return
     clashes = list(_clashes(sorted(pieces, key=lambda s: s.piece.box), 0))
@@ -428,11 +436,12 @@ def _overlaps(leaf: Leaf, pieces: Sequence[Source]) -> Iterator[Finding]:
             "map one of them to None, or mark it with tie=True if it repeats the other",
         )
     filled = sum(volume(source.piece.box) for source in pieces)
-    if not clashes and filled != leaf.size:
+    if is_all and not clashes and filled != leaf.size:
+        fill = "fills" if len(pieces) == 1 else "fill"
         yield make_finding(
             "SW604",
             leaf.path,
-            f"{count(len(pieces), 'key')} fill {filled} of its {leaf.size} elements"
+            f"{count(len(pieces), 'key')} {fill} {filled} of its {leaf.size} elements"
             f"{_first_hole(leaf, pieces)}",
             "the checkpoint has fewer layers or experts than the model, or a name is missing",
         )

@@ -13,7 +13,7 @@ from typing import Any
 from .._base import public
 from .._check import Findings, make_finding
 from .._nnx import Recipe, abstract_model, leaves_of
-from .folder import open_folder
+from .files import open_folder
 from .naming import Name, names_toml
 from .preflight import WeightsError, required_leaves
 from .regions import CannotView, view_of

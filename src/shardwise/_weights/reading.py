@@ -14,17 +14,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from .header import File, Tensor, damaged
+from .copies import BF16, Scatter, Shard, is_long, scatters_of, spread, turned_block
+from .files import File, Tensor, damaged
 from .regions import (
     Block,
     Box,
     Piece,
     blocks_of,
     join_boxes,
-    leaf_strides,
     loops_of,
     meet,
     read_elements,
@@ -37,9 +36,6 @@ MOST_BLOCK_BYTES = 2**23
 _ROWS = 128
 # A page: the file system reads it anyway, and a call for less costs more.
 GAP_BYTES = 4096
-_DIRECT_BYTES = 2**14
-_FAR_BYTES = 1024
-_PAD_BYTES = 128
 _ALIGNMENT = 64  # from which XLA uses a buffer of the host as it is
 MOST_BUFFERS = 1024  # IOV_MAX
 
@@ -50,31 +46,6 @@ class Source:
 
     tensor: Tensor
     piece: Piece
-
-
-@dataclasses.dataclass(slots=True)
-class Shard:
-    """A part of a leaf in the host's memory.
-
-    Attributes:
-        box: which part.
-        data: its bytes, in row-major order.
-        dtype: its dtype.
-    """
-
-    box: Box
-    data: np.ndarray
-    dtype: np.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(stop - start for start, stop in self.box)
-
-    @property
-    def array(self) -> np.ndarray:
-        """The bytes as an array."""
-        return self.data.view(self.dtype).reshape(self.shape)
 
 
 def empty_shards(boxes: Sequence[Box], dtype: np.dtype, *, zeros: bool) -> list[Shard]:
@@ -101,7 +72,7 @@ def empty_shards(boxes: Sequence[Box], dtype: np.dtype, *, zeros: bool) -> list[
 
 def reads_halves(sources: Iterable[Source], dtype: np.dtype) -> bool:
     """Returns whether the shards must be zero at first: bfloat16 is read into float32's high half."""
-    return dtype == np.float32 and any(s.tensor.numpy_dtype == _BF16 for s in sources)
+    return dtype == np.float32 and any(s.tensor.numpy_dtype == BF16 for s in sources)
 
 
 def block_elements(piece: Piece, parts: Sequence[Box], size: int, is_cast: bool) -> int:
@@ -125,7 +96,7 @@ def block_elements(piece: Piece, parts: Sequence[Box], size: int, is_cast: bool)
             run *= stop - start
             if factors[-1][0] != stop - start:
                 break
-    straight = not is_cast and run * size >= _DIRECT_BYTES
+    straight = not is_cast and is_long(run * size)
     return (MOST_BLOCK_BYTES if straight else BLOCK_BYTES) // size
 
 
@@ -154,8 +125,8 @@ class Reader:
     """
 
     workers = max(2, min(8, os.cpu_count() or 2))
-    # A block as it was read and, if it is cast, up to twice as large.
-    in_flight_bytes = 3 * workers * MOST_BLOCK_BYTES
+    # A block as it was read, transposed and, if it is cast, up to twice as large.
+    in_flight_bytes = 4 * workers * MOST_BLOCK_BYTES
 
     def __init__(self, workers: int | None = None) -> None:
         """Starts no thread yet."""
@@ -243,7 +214,7 @@ class Reader:
             return total
         runs = block.extents
         if len(runs) == 1:
-            block = _spread(block, copies, strides, size)
+            block = spread(block, copies, strides, size)
         staged = self._staging(block.elements * size)
         memory = staged.data
         parts = [
@@ -255,6 +226,8 @@ class Reader:
         else:
             for (first, _), part in zip(runs, parts, strict=True):
                 _fill(fd, [part], tensor.start + first * size, tensor)
+        if len(copies) > 1:
+            staged, block = turned_block(staged, block, copies[0], item)
         for copy in copies:
             copy.read(staged, block, item)
         return total
@@ -288,158 +261,6 @@ class Reader:
         if held is None or held.nbytes < size:
             held = self._local.staging = np.empty(max(size, BLOCK_BYTES), np.uint8)
         return held[:size]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Scatter:
-    """A shard that gets some of a piece.
-
-    Attributes:
-        shard: the shard.
-        piece: the piece.
-        box: the part of the leaf that is in both.
-        loops: the same, over the piece's factors.
-        strides: the stride of each factor in the shard.
-    """
-
-    shard: Shard
-    piece: Piece
-    box: Box
-    loops: list[Box]
-    strides: list[int]
-
-    def within(self, block: Block) -> Iterator[_Copy]:
-        """Yields what this shard gets of a block."""
-        for loop in self.loops:
-            box = meet(loop, block.box)
-            if box is not None:
-                yield _Copy(self, box)
-
-    def position(self, box: Box) -> int:
-        """Returns where the first element of a box over factors is in the shard."""
-        # The piece's first index in the shard may be negative: the shard begins after it.
-        place, step = 0, 1
-        for (first, _), (start, stop) in zip(
-            reversed(self.piece.box), reversed(self.shard.box), strict=True
-        ):
-            place += (first - start) * step
-            step *= stop - start
-        return place + sum(pair[0] * s for pair, s in zip(box, self.strides, strict=True))
-
-
-def _spread(block: Block, copies: Sequence[_Copy], strides: Sequence[int], size: int) -> Block:
-    """Returns a block with its rows spread, if it is transposed and they are far apart."""
-    here = copies[0].scatter.strides
-    for dim, (start, stop) in enumerate(copies[0].box):
-        if here[dim] == 1 and stop - start > 1 and strides[dim] * size >= _FAR_BYTES:
-            return block.spread(dim, strides, _PAD_BYTES // size) or block
-    return block
-
-
-def scatters_of(piece: Piece, shards: Iterable[Shard]) -> list[Scatter]:
-    """Returns the shards that have some of a piece."""
-    return [
-        Scatter(shard, piece, box, list(loops_of(piece, box)), leaf_strides(piece, shard.shape))
-        for shard in shards
-        if (box := meet(piece.box, shard.box)) is not None
-    ]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Copy:
-    """A box over factors that goes from a block to a shard."""
-
-    scatter: Scatter
-    box: Box
-
-    def segments(
-        self, strides: Sequence[int], block: Block, item: np.dtype
-    ) -> list[tuple[int, memoryview]] | None:
-        """Returns the runs as (first element in the file, where it goes); None if they are short."""
-        shard, here = self.scatter.shard, self.scatter.strides
-        if shard.dtype != item:
-            return None
-        run, outer = 1, []
-        for dim in sorted(range(len(self.box)), key=lambda d: strides[d]):
-            count = self.box[dim][1] - self.box[dim][0]
-            if count == 1:
-                continue
-            if not outer and strides[dim] == run == here[dim]:
-                run *= count
-            else:
-                outer.append(dim)
-        if outer and run * item.itemsize < _DIRECT_BYTES:
-            return None
-        file = block.extents[0][0] + sum(
-            (pair[0] - start[0]) * s
-            for pair, start, s in zip(self.box, block.box, strides, strict=True)
-        )
-        starts = np.array([[file], [self.scatter.position(self.box)]], np.int64)
-        for dim in outer:
-            steps = np.arange(self.box[dim][1] - self.box[dim][0])
-            moved = np.array([[strides[dim]], [here[dim]]]) * steps
-            starts = (starts[:, :, None] + moved[:, None, :]).reshape(2, -1)
-        data, size = shard.data.data, item.itemsize
-        return [
-            (source, data[target * size : (target + run) * size])
-            for source, target in zip(*starts.tolist(), strict=True)
-        ]
-
-    def read(self, staged: np.ndarray, block: Block, item: np.dtype) -> None:
-        """Copies what was read to the shard, with a cast if the dtypes differ."""
-        dtype = self.scatter.shard.dtype
-        if item == _BF16 and dtype == np.float32:
-            # A bfloat16 is the high half of a float32, whose low half is zero already.
-            half = np.dtype(np.uint16)
-            first = 2 * self.scatter.position(self.box) + 1
-            strides = [2 * stride for stride in self.scatter.strides]
-            target = _strided(self.scatter.shard.data, half, self._shape, first, strides)
-            np.copyto(target, self._in_block(staged, block, half))
-            return
-        same = item == dtype
-        source = self._in_block(staged, block, _PLAIN[item.itemsize] if same else item)
-        target = self._in_shard(_PLAIN[dtype.itemsize] if same else dtype)
-        np.copyto(target, source if same else _cast(source, dtype))
-
-    def write(self, staged: np.ndarray, block: Block, item: np.dtype) -> None:
-        """Copies the shard's part to what is written, with a cast if the dtypes differ."""
-        dtype = self.scatter.shard.dtype
-        same = item == dtype
-        target = self._in_block(staged, block, _PLAIN[item.itemsize] if same else item)
-        source = self._in_shard(_PLAIN[dtype.itemsize] if same else dtype)
-        np.copyto(target, source if same else _cast(source, item))
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.box)
-
-    def _in_block(self, staged: np.ndarray, block: Block, dtype: np.dtype) -> np.ndarray:
-        pairs = zip(self.box, block.box, block.strides, strict=True)
-        first = sum((own[0] - start[0]) * stride for own, start, stride in pairs)
-        return _strided(staged, dtype, self._shape, first, block.strides)
-
-    def _in_shard(self, dtype: np.dtype) -> np.ndarray:
-        first = self.scatter.position(self.box)
-        return _strided(self.scatter.shard.data, dtype, self._shape, first, self.scatter.strides)
-
-
-def _cast(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    # What overflows becomes infinite, as in JAX; a preflight warns of it.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(dtype)
-
-
-_BF16 = np.dtype(ml_dtypes.bfloat16)
-# Copied as unsigned integers: NumPy's own loops are faster than those of added dtypes.
-_PLAIN = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
-
-
-def _strided(
-    data: np.ndarray, dtype: np.dtype, shape: tuple[int, ...], first: int, strides: Sequence[int]
-) -> np.ndarray:
-    """Returns elements of a buffer; `first` and the strides count elements."""
-    size = dtype.itemsize
-    return np.ndarray(shape, dtype, data.data, first * size, tuple(s * size for s in strides))
 
 
 def item_of(tensor: Tensor) -> np.dtype:

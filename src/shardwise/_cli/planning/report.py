@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import tell, working
+from ..._base import read_json, tell, working
 from ..complete import complete_devices, complete_strategy, complete_target
 from ..help_text import MODEL, OUTPUT
 from ..laid_out import lay_out, plan_target, require_calibration, require_devices
@@ -267,7 +265,7 @@ def _saved(path: str) -> Plan:
 
     content: Any = None
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = read_json(path)
     # Only a compilation names its devices.
     if isinstance(content, dict) and {"chips", "target"} & content.keys():
         return Plan(None, load_compiled(path))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import show_type, tell, tell_json
+from ..._base import show_type, tell, tell_error, tell_json
 from ..help_text import MODEL
 from ..laid_out import lay_out
 from ..options import (
@@ -143,7 +142,7 @@ def _list(store: Checkpoints, format: Format, step: int | None) -> None:
     for row in rows:
         if row["damaged"]:
             cells.append((str(row["step"]), "damaged", "", "", "", ""))
-            print(f"shardwise: {row['damaged']}", file=sys.stderr)
+            tell_error(f"shardwise: {row['damaged']}")
             continue
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["saved_at"]))
         size = show_bytes(row["bytes"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import claim_stdout, tell, tell_json, tell_part, working
+from ..._base import claim_stdout, read_json, require_form, tell, tell_json, tell_part, working
 from ..help_text import MODEL
 from ..laid_out import make_mesh, named_strategy
 from ..options import (
@@ -124,7 +123,7 @@ def generate(
     from ...models import generate as continued
 
     config = config_from_hf(path, scan=True)
-    said = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    said = read_json(Path(path) / "config.json")
     kind = dtype or _said(said, "dtype") or _said(said, "torch_dtype") or "float32"
     if kind not in _DTYPES:
         raise ValueError(f"--dtype {kind} is not supported: give one of {', '.join(_DTYPES)}")
@@ -209,8 +208,12 @@ def _said(config: dict[str, Any], key: str) -> Any:
 def _ends(path: str, said: dict[str, Any]) -> set[int]:
     """Returns the tokens that end a text."""
     file = Path(path) / "generation_config.json"
-    generation = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    ends = generation.get("eos_token_id", _said(said, "eos_token_id"))
+    try:
+        generation = read_json(file, {"*": Any}) if file.is_file() else {}
+        ends = generation.get("eos_token_id", _said(said, "eos_token_id"))
+        require_form(ends, int | list[int] | None, "eos_token_id")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
     return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..._base import show_type, tell_json
+from ..._base import parse_json, show_type, tell_json
 from ..help_text import OUTPUT
 from ..laid_out import lay_out
 from ..options import (
@@ -224,7 +223,14 @@ def train(
         status, last = 0, steps
         try:
             state = fit(
-                recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs, model=model
+                recipe,
+                laid_out,
+                samples,
+                steps=steps,
+                checkpoints=store,
+                logs=logs,
+                model=model,
+                donate=True,
             )
             last = int(state.step)
         except Stopped as stopped:
@@ -250,7 +256,7 @@ def _summary(
         # The last line is cut off if the disk was full.
         with contextlib.suppress(OSError, ValueError):
             lines = (Path(logs) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            metrics = json.loads(lines[-1]) if lines else None
+            metrics = parse_json(lines[-1]) if lines else None
     return {
         "axes": show_mesh(layout.mesh),
         "devices": layout.mesh.size,

@@ -209,7 +209,7 @@ def _load(
     model = jax.block_until_ready(load_model(load, make, layout, path, **options))
     seconds = time.perf_counter() - began
     if store is not None and recipe is not None:
-        store.save(0, train_state(recipe, layout, model=model))
+        store.save(0, train_state(recipe, layout, model=model, donate=True))
         store.close()
     if jax.process_index() == 0:
         _say(checked, Action.load, seconds, checkpoints, format)

@@ -14,9 +14,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from ..._base import parse_json, read_bytes
+
 # Part of every entry's key and header: change it when the contents of entries change.
 FORMAT = 3
 _MOST = 200
+_MOST_BYTES = 2**30
 _DAY_SECONDS = 86_400.0
 
 
@@ -37,11 +40,14 @@ def read_entry(folder: Path | None, key: str) -> dict[str, Any] | None:
         return None
     place = folder / key
     try:
-        header, _, packed = place.read_bytes().partition(b"\n")
-        if json.loads(header) != _header(key, packed):
+        header, _, packed = read_bytes(place, _MOST_BYTES).partition(b"\n")
+        if parse_json(header) != _header(key, packed):
             return None
-        found = json.loads(gzip.decompress(packed))
-    except (OSError, ValueError, EOFError, zlib.error, RecursionError, MemoryError):
+        unpacker = zlib.decompressobj(wbits=31)
+        found = parse_json(unpacker.decompress(packed, _MOST_BYTES))
+        if unpacker.unconsumed_tail:
+            return None
+    except (OSError, ValueError, EOFError, zlib.error, MemoryError):
         return None
     if not isinstance(found, dict):
         return None

@@ -146,7 +146,8 @@ def alive_at_peak(folder: Path) -> list[tuple[str, str, int]] | None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-_VALUE = re.compile(r" value: <\d+ (\S+) @0> \(size=(\d+),offset=(\d+)\): (.*)")
+# A value that a loop carries is a "phi": without these, what only a loop's body reads seems freed.
+_VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"    (\S+):(\d+)-(\d+)")
 
 

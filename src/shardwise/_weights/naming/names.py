@@ -8,12 +8,10 @@ import functools
 import itertools
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ..._base import public, show_type
+from ..._base import public, read_toml, show_type
 from .patterns import Pattern, parse_pattern, parse_template
 
 FORM = (
@@ -215,11 +213,11 @@ def read_names(path: str | os.PathLike[str]) -> dict[str, Value]:
         ValueError: the file cannot be read, or is not of the expected form.
     """
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = read_toml(path)
     except OSError as error:
         raise ValueError(f"names file {path} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"names file {path} is not TOML: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"names file {path}: {error}") from error
     names = table.get("names")
     if set(table) != {"names"} or not isinstance(names, dict):
         raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._base import public
+from ..._base import public, read_json
 from .._config import Config
 from .families import ACTIVATIONS, FAMILIES, GLOBAL, LOCAL, ONLY, OUTER, SIZES, Family
 
@@ -60,11 +60,11 @@ def _read(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, An
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, most=2**24)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} has {type(found).__name__}, not an object")
     return found

@@ -133,13 +133,9 @@ def require_same(config: Config, found: Mapping[str, Any]) -> None:
     wrong = _differences(config, config_from_hf(found), "config.json has")
     if wrong:
         raise ValueError(
-            "\n  ".join(
-                (
-                    "the checkpoint is of another decoder: make it with models.config_from_hf, or give "
-                    "names=models.weight_names(config) if the difference is intentional",
-                    *wrong,
-                )
-            )
+            f"config.json is of another decoder than the model ({'; '.join(wrong)}): make the model "
+            f"with models.config_from_hf, or give names=models.weight_names(config) if the difference "
+            f"is intentional"
         )
 
 

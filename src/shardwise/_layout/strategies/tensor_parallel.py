@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from .._base import public
-from .._mesh import dim_axes, make_spec, padded
-from .._nnx import Leaf, Opinion
-from .flow import Flow, Group
+from ..._base import public
+from ..._mesh import dim_axes, make_spec, padded
+from ..._nnx import Leaf, Opinion
+from ..flow import Flow, Group
+from ..rules import Rule, Scene, require_axes
 from .guess import Split, guess_pairs
-from .rules import Rule, Scene, require_axes
 
 # The name that a model gives to the dim of its experts.
 _EXPERTS = "experts"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .._chips import CHIPS, parse_chips, tpu_slices
+from ..._chips import CHIPS, parse_chips, tpu_slices
 
 if TYPE_CHECKING:
-    from .stages import Searcher
+    from .proving import Searcher
 
 # How many sizes are looked at beyond the first that fits.
 _BEYOND = 2

@@ -8,9 +8,9 @@ from typing import Any
 
 from flax import nnx
 
-from .._base import either
-from .._mesh import padded
-from .._nnx import AbstractModel, Keys, Leaf
+from ..._base import either
+from ..._mesh import padded
+from ..._nnx import AbstractModel, Keys, Leaf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .._base import count
+from ..._base import count
 from .header import FileFault, Tensor, damaged, parse_json, read_header
 
 INDEX = "model.safetensors.index.json"
@@ -160,7 +160,7 @@ def _is_inside(name: str) -> bool:
 
 
 def _read_config(path: str) -> tuple[dict[str, Any] | None, list[FileFault]]:
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         return None, []
     try:
         return parse_json(_small_file(path), path, "the config"), []
@@ -169,6 +169,8 @@ def _read_config(path: str) -> tuple[dict[str, Any] | None, list[FileFault]]:
 
 
 def _small_file(path: str) -> bytes:
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise damaged(path, "this is not a regular file", "remove it")  # a pipe would never end
     try:
         with open(path, "rb") as file:
             text = file.read(_MAX_INDEX_BYTES + 1)

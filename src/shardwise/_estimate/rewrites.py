@@ -1,0 +1,136 @@
+"""What the compilers make of a program before anything is fused, other than removing what is dead.
+
+A TPU's products read bfloat16 unless they ask for more precision. So its compiler stores in bfloat16
+what nothing but such products read, also where it is only moved in between: gathered, sent around a
+ring, sliced, carried by a loop. A GPU's gathers what is narrow, and casts it to a wider dtype then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from .._hlo import Shape
+from .fused import COLLECTIVES
+from .partition import Op, Program
+from .windows import WIDE
+
+# A result of these is as precise as the operands that are given here; None for all of them.
+_MOVES: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(("all-gather", "all-to-all", "collective-permute", "all_slice")),
+    **dict.fromkeys(("broadcast_in_dim", "concatenate", "convert", "copy", "maximum", "minimum")),
+    **dict.fromkeys(("optimization_barrier", "pad", "reshape", "reverse", "slice", "transpose")),
+    **dict.fromkeys(("abs", "clamp", "negate", "select", "sharding_constraint")),
+    "dynamic_slice": (0,),
+    "dynamic_update_slice": (0, 1),
+}
+
+
+def rewritten(program: Program, *, gpu: bool) -> Program:
+    """Returns the program as one of the two compilers computes it."""
+    if gpu:
+        shapes = dict(program.shapes)
+        return dataclasses.replace(program, ops=_cast_last(program.ops, shapes), shapes=shapes)
+    return _in_bfloat16(dataclasses.replace(program, ops=_selected(program.ops, program.shapes)))
+
+
+def _cast_last(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
+    """Returns the operations with gathers before casts to a wider dtype."""
+    casts = {op.results[0]: op for op in ops if op.kind == "convert"}
+    found = []
+    for op in ops:
+        cast = casts.get(op.operands[0]) if op.kind == "all-gather" else None
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_cast_last(op.body, shapes))
+        elif cast is not None and len(op.results) == 1:
+            (narrow,), (result,) = cast.operands, op.results
+            if shapes[narrow].nbytes < shapes[op.operands[0]].nbytes:
+                gathered = len(shapes)
+                shapes[gathered] = Shape(shapes[narrow].dtype, shapes[result].dims)
+                found.append(dataclasses.replace(op, operands=(narrow,), results=(gathered,)))
+                op = Op("convert", (gathered,), (result,), location=cast.location)
+        found.append(op)
+    return found
+
+
+def _selected(ops: Sequence[Op], shapes: Mapping[int, Shape]) -> list[Op]:
+    """Returns the operations with comparisons in place of scatters of one element into each row.
+
+    Such as the gradient of the chosen logits.
+    """
+    found = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_selected(op.body, shapes))
+        elif op.kind == "scatter" and len(op.operands) == 3:
+            whole, added = shapes[op.results[0]], shapes[op.operands[2]]
+            if any(n > 1 and whole.size == n * added.size for n in whole.dims):
+                op = dataclasses.replace(op, kind="select", axes=())
+        found.append(op)
+    return found
+
+
+def _in_bfloat16(program: Program) -> Program:
+    """Returns the program with the shapes that a TPU's compiler gives its values."""
+    wide = set(program.outputs)
+    while True:
+        before = len(wide)
+        _widen(program.ops, wide)
+        if len(wide) == before:
+            break
+    shapes = {
+        value: Shape("bf16", shape.dims)
+        if shape.dtype == "f32" and shape.dims and value not in wide
+        else shape
+        for value, shape in program.shapes.items()
+    }
+    shapes |= {value: program.shapes[value] for value in program.arguments}
+    ops = _cast_first(program.ops, program.shapes, shapes)
+    return dataclasses.replace(program, ops=ops, shapes=shapes)
+
+
+def _cast_first(
+    ops: Sequence[Op], before: Mapping[int, Shape], shapes: dict[int, Shape]
+) -> list[Op]:
+    """Returns the operations with what is sent in bfloat16 cast first, and float32 products marked."""
+    found = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_cast_first(op.body, before, shapes))
+        elif op.kind in COLLECTIVES and len(op.operands) == len(op.results) == 1:
+            (sent,), (made,) = op.operands, op.results
+            if shapes[sent].dtype == "f32" and shapes[made].dtype == "bf16":
+                cast = len(shapes)
+                shapes[cast] = Shape("bf16", shapes[sent].dims)
+                found.append(Op("convert", (sent,), (cast,), location=op.location))
+                op = dataclasses.replace(op, operands=(cast,))
+        elif op.kind == "dot_general":
+            if all(before[v].dtype == "f32" for v in (*op.operands[:2], *op.results)):
+                op = dataclasses.replace(op, attributes={**op.attributes, WIDE: "true"})
+        found.append(op)
+    return found
+
+
+def _widen(ops: Sequence[Op], wide: set[int]) -> None:
+    """Adds the values that something reads in full precision, from the last operation on."""
+    for op in reversed(ops):
+        if op.kind == "while":
+            for values in zip(op.operands, op.inside, op.after, op.results, strict=True):
+                if any(value in wide for value in values[1:]):
+                    wide.update(values)
+            _widen(op.body, wide)
+        elif op.kind == "dot_general" and not _is_precise(op):
+            continue
+        elif op.kind in _MOVES:
+            read = _MOVES[op.kind]
+            moved = op.operands if read is None else tuple(op.operands[place] for place in read)
+            wide.update(value for value in op.operands if value not in moved)
+            if any(value in wide for value in op.results):
+                wide.update(moved)
+        else:
+            wide.update(op.operands)
+
+
+def _is_precise(product: Op) -> bool:
+    precision = product.attributes.get("precision_config", "")
+    return "HIGH" in precision or "algorithm" in product.attributes

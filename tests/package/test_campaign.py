@@ -1,0 +1,22 @@
+"""A short campaign of faults; `benchmarks/faults.py` is the long one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.once
+def test_a_short_campaign_breaks_nothing():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "faults.py"), "--only", "hostile,spec,lost,file",
+         "--rounds", "8", "--seed", "3"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [row.split()[1:] for row in done.stdout.splitlines()[1:]] == [["8", "8", "8", "0"]] * 4
