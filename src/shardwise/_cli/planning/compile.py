@@ -130,7 +130,7 @@ def compile_command(
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:
-        from .bars import bar
+        from ..bars import bar
 
         tell(compiled.verdict)
         if compiled.time is not None:

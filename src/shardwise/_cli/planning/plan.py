@@ -157,7 +157,7 @@ def cite(findings: Findings) -> None:
 
 
 def _show_plan(plan: Plan, tree: bool, estimated: Estimate | None) -> None:
-    from .bars import bar
+    from ..bars import bar
     from .tree import tree_text
 
     layout, findings, compiled = plan.layout, plan.findings, plan.compiled
