@@ -25,7 +25,7 @@ from shardwise._base import terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
 from shardwise._cli import complete
-from shardwise._cli.planning.bars import bar
+from shardwise._cli.bars import bar
 from shardwise._cli.planning.tree import tree_text
 from shardwise._compile.result import Part
 from shardwise._layout.strategies import flatten_rules
@@ -340,7 +340,7 @@ def test_a_command_on_a_terminal_shows_progress_and_cleans_up(run):
 
 def test_a_narrow_terminal_cuts_nothing_off():
     code = (
-        "from shardwise._base.terminal import tell; from shardwise._cli.planning.bars import bar; from shardwise._compile.result import Part\n"
+        "from shardwise._base.terminal import tell; from shardwise._cli.bars import bar; from shardwise._compile.result import Part\n"
         "tell(bar([Part('parameters', 2**33, 'exact')], 2**34)); tell('x' * 300)"
     )
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))
