@@ -62,6 +62,7 @@ from ._simulate import Trace as Trace
 from ._simulate import simulate as simulate
 from ._step import NotFinite as NotFinite
 from ._step import TrainState as TrainState
+from ._studio import InlineStudio as InlineStudio
 from ._time import StepTime as StepTime
 from ._time import Timeline as Timeline
 from ._train import Data as Data

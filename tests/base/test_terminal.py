@@ -25,7 +25,7 @@ from shardwise._base import terminal
 from shardwise._base.tables import show_bytes, show_count, show_flops, show_seconds
 from shardwise._check.findings import CODES
 from shardwise._cli import complete
-from shardwise._cli.planning.bars import bar
+from shardwise._cli.bars import bar
 from shardwise._cli.planning.tree import tree_text
 from shardwise._compile.result import Part
 from shardwise._layout.strategies import flatten_rules
@@ -161,7 +161,7 @@ def test_every_schema_is_tested_and_every_command_has_one():
     # tests/cli/test_generate_cli.py has that of generate.
     assert used | {"leaf", "finding", "generate"} == set(schemas.SCHEMAS)
     for name, command in commands():
-        if name not in ("demo", "launch", "report"):
+        if name not in ("demo", "launch", "report", "studio"):
             assert any(param.name == "format" for param in command.params), name
 
 
@@ -340,7 +340,7 @@ def test_a_command_on_a_terminal_shows_progress_and_cleans_up(run):
 
 def test_a_narrow_terminal_cuts_nothing_off():
     code = (
-        "from shardwise._base.terminal import tell; from shardwise._cli.planning.bars import bar; from shardwise._compile.result import Part\n"
+        "from shardwise._base.terminal import tell; from shardwise._cli.bars import bar; from shardwise._compile.result import Part\n"
         "tell(bar([Part('parameters', 2**33, 'exact')], 2**34)); tell('x' * 300)"
     )
     text = re.sub(r"\x1b\[[\d;]*m", "", on_terminal(sys.executable, "-c", code, columns=30))

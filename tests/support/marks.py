@@ -55,6 +55,8 @@ ONCE = {
     "processes/test_elastic.py": ("test_wrong_inputs",),
     "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
     "report/test_report.py": ("test_the_command",),
+    # The other Python asks the same answers without a browser: studio/test_state.py.
+    "studio/test_studio.py": ("test_without_its_libraries_it_says_what_to_install",),
 }
 
 # Tests that repeat one piece of code for many cases (of shapes, dtypes, meshes, optimizers, signals or
@@ -214,6 +216,7 @@ NOT_FAST = {
     "time",
     "estimate",
     "measure",
+    "studio",
 }
 
 

@@ -17,6 +17,7 @@ STRATEGIES = (
         "fsdp+sequence",
     ),
 )
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion", "sgd")
 POLICIES = (
     "none",
     "nothing_saveable",
@@ -50,6 +51,11 @@ def complete_strategy(incomplete: str) -> list[str]:
 def complete_policy(incomplete: str) -> list[str]:
     """Returns the most common values of `--remat`."""
     return _begin(POLICIES, incomplete)
+
+
+def complete_optimizer(incomplete: str) -> list[str]:
+    """Returns the optimizers that `--optimizer` knows by name."""
+    return _begin(OPTIMIZERS, incomplete)
 
 
 def _begin(words: Iterable[str], incomplete: str) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import typer.core
 
 GROUPS = {
-    "Plan": ("plan", "check", "compile", "search", "transfer", "report"),
+    "Plan": ("plan", "check", "compile", "search", "transfer", "report", "studio"),
     "Run": ("train", "checkpoints", "weights", "generate", "launch"),
     "Learn": ("demo", "learn"),
     "Look up": ("explain", "models", "chips", "doctor"),

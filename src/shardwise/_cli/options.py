@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .complete import complete_devices, complete_policy, complete_strategy, complete_target
+from .complete import (
+    complete_devices,
+    complete_optimizer,
+    complete_policy,
+    complete_strategy,
+    complete_target,
+)
 from .help_text import ABOUT, ENDING, MODEL, OUTPUT, STEP, Command, Group
 
 if TYPE_CHECKING:
@@ -186,6 +192,17 @@ MicrobatchesOption = Annotated[
         help="Into how many parts the pipeline of a Decoder splits the batch.",
         min=1,
         rich_help_panel=STEP,
+    ),
+]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="Replace the recipe's optimizer by adamw, adam, adafactor, lion or sgd, to see what its "
+        "state would take.",
+        rich_help_panel=STEP,
+        autocompletion=complete_optimizer,
     ),
 ]
 InputsOption = Annotated[

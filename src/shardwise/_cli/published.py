@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +13,8 @@ import optax
 from flax import nnx
 
 from .._nnx import Recipe, policy_names, remat_policy
-from .._search import with_step
+from .._search import parse_batch, with_batch, with_step
+from .._step import with_optimizer
 from ..models import CONFIGS, Decoder, next_token_loss
 from .target import contained, load_target
 
@@ -79,38 +78,6 @@ def named_recipe(
     )
 
 
-def parse_batch(text: str) -> tuple[int, ...]:
-    """Returns the sizes in a text such as `256x4096`.
-
-    Raises:
-        ValueError: the text is not of that form.
-    """
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
-        raise ValueError(f"--batch {text!r}: write sizes, such as 256 or 256x4096")
-    sizes = tuple(int(size[:20]) for size in text.strip().split("x"))
-    if math.prod(sizes) >= 2**53:
-        raise ValueError(f"--batch {text!r} is too large")
-    return sizes
-
-
-def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:
-    """Returns the recipe with another batch size: the leading dims of each leaf become `sizes`.
-
-    Raises:
-        ValueError: a leaf has fewer dims.
-    """
-
-    def resized(leaf: Any) -> Any:
-        if len(leaf.shape) < len(sizes):
-            raise ValueError(
-                f"--batch {'x'.join(map(str, sizes))} has {len(sizes)} sizes, but the recipe's "
-                f"batch has a leaf of shape {tuple(leaf.shape)}"
-            )
-        return jax.ShapeDtypeStruct((*sizes, *leaf.shape[len(sizes) :]), leaf.dtype)
-
-    return dataclasses.replace(recipe, batch=jax.tree.map(resized, recipe.batch))
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepOptions:
     """What the options say of a step; None where they say nothing.
@@ -122,6 +89,7 @@ class StepOptions:
         loss_chunks: in how many chunks the loss is computed.
         offload: what is kept in the memory of the hosts, or `none`.
         microbatches: those of a pipeline.
+        optimizer: the name of one that replaces the recipe's.
     """
 
     batch: str | None = None
@@ -130,10 +98,11 @@ class StepOptions:
     loss_chunks: int | None = None
     offload: str | None = None
     microbatches: int | None = None
+    optimizer: str | None = None
 
     @property
     def given(self) -> dict[str, Any]:
-        """What they say, apart from the batch, as a recipe takes it."""
+        """What they say, apart from batch and optimizer, as a recipe takes it."""
         names = ("remat", "accumulate", "loss_chunks", "offload", "microbatches")
         values = {name: getattr(self, name) for name in names}
         found = {name: value for name, value in values.items() if value is not None}
@@ -144,13 +113,14 @@ class StepOptions:
         return found
 
 
-def load_step(target: str, options: StepOptions, *, devices: int = 1) -> Any:
+def load_step(target: str, options: StepOptions, *, devices: int = 1, loaded: Any = None) -> Any:
     """Returns what a target names, with what the options say of its step.
 
     Args:
         target: the target.
         options: the options.
         devices: how many a published shape's batch is for, if it is not given.
+        loaded: what the target names, if it is loaded already.
 
     Raises:
         ValueError: an option needs a recipe, and the target is a model.
@@ -164,13 +134,16 @@ def load_step(target: str, options: StepOptions, *, devices: int = 1) -> Any:
             target, sizes, given.pop("remat", "nothing_saveable"), devices=devices
         )
     else:
-        found = load_target(target)
+        found = load_target(target) if loaded is None else loaded
         needs = next(iter(given), None) or ("batch" if sizes is not None else None)
+        needs = needs or ("optimizer" if options.optimizer is not None else None)
         if needs is not None and not isinstance(found, Recipe):
             needs = needs.replace("_", "-")
             raise ValueError(f"--{needs} needs a recipe, and target {target!r} is not one")
         if sizes is not None:
             found = with_batch(found, sizes)
+    if options.optimizer is not None:
+        found = with_optimizer(found, options.optimizer)
     if not given:
         return found
     with contained(f"making the model of {target}"):

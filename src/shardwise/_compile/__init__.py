@@ -21,4 +21,5 @@ from .toolchain import cache_folder as cache_folder
 from .toolchain import find_compiler as find_compiler
 from .toolchain import read_entry as read_entry
 from .toolchain import start_backends as start_backends
+from .toolchain import watched_compilers as watched_compilers
 from .toolchain import write_entry as write_entry

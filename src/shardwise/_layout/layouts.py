@@ -27,6 +27,7 @@ from .strategies import Fsdp, Zero, flatten_rules
 
 if TYPE_CHECKING:
     from .._report import Report
+    from .._studio import InlineStudio
     from .flow import Flow
 
 
@@ -228,6 +229,28 @@ class Layout:
         from .._report import report_of
 
         return report_of(self, against)
+
+    def studio(self, model: Model | Recipe) -> InlineStudio:
+        """Returns a local page that begins with this layout, and says what a change would take.
+
+        A notebook shows it inline. It needs `shardwise[studio]`, and ends with the process.
+
+        Args:
+            model: the recipe, or the model, that the layout was made from, which it does not keep.
+
+        Example:
+            >>> import shardwise as sw
+            >>> from flax import nnx
+            >>> make = lambda: nnx.Linear(16, 32, rngs=nnx.Rngs(0))
+            >>> layout = sw.layout(make, sw.mesh("model=4", on="none"), "tensor")
+            >>> studio = layout.studio(make)
+            >>> studio.address.partition("#")[0].partition(":")[0]
+            'http'
+            >>> studio.stop()
+        """
+        from .._studio import notebook_studio
+
+        return notebook_studio(self, model)
 
     def __str__(self) -> str:
         """Returns a table: path, shape, spec, shard, bytes per device, copies."""

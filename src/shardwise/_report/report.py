@@ -107,11 +107,11 @@ def page_of(
     parts = {
         "title": html.escape(visible(title)),
         "policy": _POLICY,
-        "style": "\n".join(_read(name) for name in styles),
-        "script": "\n".join(_read(name) for name in scripts),
+        "style": "\n".join(asset(name) for name in styles),
+        "script": "\n".join(asset(name) for name in scripts),
         "data": text,
     }
-    page = _read(template)
+    page = asset(template)
     for name, part in parts.items():
         page = page.replace(f"<!--{name}-->", part, 1)
     return Report(title, page)
@@ -126,5 +126,6 @@ def _visible(data: Any) -> Any:
     return [_visible(value) for value in data] if isinstance(data, list | tuple) else data
 
 
-def _read(name: str) -> str:
+def asset(name: str) -> str:
+    """Returns the text of one of the files that pages are made of."""
     return (resources.files("shardwise._report") / "assets" / name).read_text(encoding="utf-8")

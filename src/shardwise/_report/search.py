@@ -23,8 +23,8 @@ def report_of_search(found: Found) -> Report:
         "version": metadata.version("shardwise"),
         **found.to_dict(),
         "verdict": _verdict(found),
-        "candidates": [_row(c, found if fitting else None) for c in found.candidates],
-        "remedies": [_row(c, None) for c in found.remedies],
+        "candidates": [candidate_row(c, found if fitting else None) for c in found.candidates],
+        "remedies": [candidate_row(c) for c in found.remedies],
     }
     return page_of("search.html", title, data, _STYLES, _SCRIPTS)
 
@@ -39,8 +39,8 @@ def _verdict(found: Found) -> dict[str, str]:
     return {"state": "bad", "text": text}
 
 
-def _row(candidate: Candidate, found: Found | None) -> dict[str, Any]:
-    """Returns what the page shows of one candidate."""
+def candidate_row(candidate: Candidate, found: Found | None = None) -> dict[str, Any]:
+    """Returns what a page shows of one candidate; of those that were found, also why it is behind."""
     estimate = candidate.estimate
     why = ""
     if found is not None and found.best is not candidate:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,6 +80,42 @@ def with_samples(recipe: Recipe, samples: int) -> Recipe:
         recipe.batch,
     )
     return dataclasses.replace(recipe, batch=batch)
+
+
+def parse_batch(text: str) -> tuple[int, ...]:
+    """Returns the sizes in a text such as `256x4096`.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text.strip()):
+        raise ValueError(f"{_said(text)}: write sizes, such as 256 or 256x4096")
+    sizes = tuple(int(size[:20]) for size in text.strip().split("x"))
+    if math.prod(sizes) >= 2**53:
+        raise ValueError(f"{_said(text)} is too large")
+    return sizes
+
+
+def with_batch(recipe: Recipe, sizes: tuple[int, ...]) -> Recipe:
+    """Returns the recipe with another batch size: the leading dims of each leaf become `sizes`.
+
+    Raises:
+        ValueError: a leaf has fewer dims.
+    """
+
+    def resized(leaf: Any) -> Any:
+        if len(leaf.shape) < len(sizes):
+            raise ValueError(
+                f"{either('batch ', '--batch ')}{'x'.join(map(str, sizes))} has {len(sizes)} sizes, but the recipe's "
+                f"batch has a leaf of shape {tuple(leaf.shape)}"
+            )
+        return jax.ShapeDtypeStruct((*sizes, *leaf.shape[len(sizes) :]), leaf.dtype)
+
+    return dataclasses.replace(recipe, batch=jax.tree.map(resized, recipe.batch))
+
+
+def _said(text: str) -> str:
+    return f"{either('batch ', '--batch ')}{text!r}"
 
 
 def samples_of(recipe: Recipe) -> int:

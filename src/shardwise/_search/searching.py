@@ -11,7 +11,7 @@ from typing import Any, Literal
 from .._base import public
 from .._chips import parse_chips
 from .._nnx import Recipe
-from .found import Found
+from .found import Candidate, Found
 from .space import fixed_parts
 from .stages import Searcher, growing
 
@@ -78,6 +78,52 @@ def search(
         >>> found.best.devices
         8
     """
+    return run_search(
+        recipe,
+        on,
+        {
+            "mesh": mesh,
+            "strategy": strategy,
+            "axes": dict(axes or {}),
+            "remat": remat,
+            "accumulate": accumulate,
+            "loss_chunks": loss_chunks,
+            "offload": offload,
+            "batch_per_device": batch_per_device,
+        },
+        compile=compile,
+        limit=limit,
+        prices=prices,
+        calibration=calibration,
+        progress=progress,
+    )
+
+
+def run_search(
+    recipe: Recipe,
+    on: str | Sequence[str],
+    parts: Mapping[str, Any],
+    *,
+    compile: int = 3,
+    limit: float | None = None,
+    prices: Mapping[str, float] | None = None,
+    calibration: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    seen: Callable[[Candidate], None] | None = None,
+) -> Found:
+    """Returns what `search` does.
+
+    Args:
+        recipe: the recipe.
+        on: the chips.
+        parts: the fixed parts, as `search` takes them.
+        compile: how many of the best to prove.
+        limit: seconds after which to stop ranking.
+        prices: dollars for an hour of one chip.
+        calibration: the file of measured rates.
+        progress: called with lines.
+        seen: called with each candidate when it is priced, and again when it is proved.
+    """
     if not isinstance(recipe, Recipe):
         raise ValueError("sw.search takes a sw.Recipe: a model alone has no loss and no batch")
     began = time.monotonic()
@@ -86,16 +132,8 @@ def search(
         raise ValueError("on= names no chips: give 'v5p:4x8x8', several of these, or 'v5p'")
     for name in prices or {}:
         parse_chips(f"{name}:{_one(name)}")
-    fixed = fixed_parts(
-        mesh,
-        strategy=strategy,
-        axes=dict(axes or {}),
-        remat=remat,
-        accumulate=accumulate,
-        loss_chunks=loss_chunks,
-        offload=offload,
-        batch_per_device=batch_per_device,
-    )
+    fixed = fixed_parts(**parts)
+    offload = fixed.offload
     dataclasses.replace(recipe, offload=recipe.offload if offload is None else offload)  # or raises
     searcher = Searcher(
         recipe,
@@ -104,6 +142,7 @@ def search(
         calibration=calibration,
         deadline=began + limit if limit is not None else None,
         progress=progress or (lambda line: None),
+        seen=seen or (lambda candidate: None),
     )
     given = {name.partition(":")[0] for name in names}
     if unused := sorted(set(prices or {}) - given):

@@ -311,6 +311,6 @@ def _require_strategy(name: str | None) -> None:
             )
 
 
-def fixed_parts(mesh: str | Mapping[str, int] | None, **parts: object) -> Fixed:
+def fixed_parts(mesh: str | Mapping[str, int] | None = None, **parts: object) -> Fixed:
     """Returns the fixed parts, with the mesh as `sw.mesh` takes it."""
     return Fixed(mesh=given_axes(mesh) if mesh is not None else None, **parts)  # pyright: ignore[reportArgumentType]

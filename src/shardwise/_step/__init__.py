@@ -14,6 +14,8 @@ from .blueprint import on_mesh as on_mesh
 from .bounds import Bound as Bound
 from .bounds import index_bounds as index_bounds
 from .bounds import row_bounds as row_bounds
+from .named_optimizers import OPTIMIZERS as OPTIMIZERS
+from .named_optimizers import with_optimizer as with_optimizer
 from .scopes import module_paths as module_paths
 from .scopes import scope_modules as scope_modules
 from .state import NotFinite as NotFinite

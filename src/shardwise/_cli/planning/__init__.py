@@ -5,4 +5,5 @@ from . import compile as compile
 from . import plan as plan
 from . import report as report
 from . import search as search
+from . import studio as studio
 from . import transfer as transfer

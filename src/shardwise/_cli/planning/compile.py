@@ -24,6 +24,7 @@ from ..options import (
     MinBytesOption,
     OffloadOption,
     OnOption,
+    OptimizerOption,
     OwnMeshOption,
     RematOption,
     RulesOption,
@@ -83,6 +84,7 @@ def compile_command(
     loss_chunks: LossChunksOption = None,
     offload: OffloadOption = None,
     microbatches: MicrobatchesOption = None,
+    optimizer: OptimizerOption = None,
     calibration: CalibrationOption = None,
     save: Annotated[
         str | None,
@@ -111,7 +113,7 @@ def compile_command(
     require_devices(on)
     require_writable(save, inputs=(target, rules, layout))
     require_writable(trace, "--trace", inputs=(target, rules, layout))
-    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer)
     found, laid_out = lay_out(
         target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
         saved=layout,
@@ -128,7 +130,7 @@ def compile_command(
     if format is Format.json:
         tell_json(compiled.to_dict())
     else:
-        from .bars import bar
+        from ..bars import bar
 
         tell(compiled.verdict)
         if compiled.time is not None:

@@ -26,6 +26,7 @@ from ..options import (
     MinBytesOption,
     OffloadOption,
     OnOption,
+    OptimizerOption,
     OwnMeshOption,
     RematOption,
     RulesOption,
@@ -86,6 +87,7 @@ def plan(
     loss_chunks: LossChunksOption = None,
     offload: OffloadOption = None,
     microbatches: MicrobatchesOption = None,
+    optimizer: OptimizerOption = None,
     compile: CompileOption = False,
     tree: Annotated[
         bool,
@@ -121,7 +123,7 @@ def plan(
     require_writable(save, inputs=(target, rules, layout))
     if compile:
         require_devices(on)
-    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
+    step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer)
     found, laid_out = lay_out(
         target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
         saved=layout,
@@ -155,7 +157,7 @@ def cite(findings: Findings) -> None:
 
 
 def _show_plan(plan: Plan, tree: bool, estimated: Estimate | None) -> None:
-    from .bars import bar
+    from ..bars import bar
     from .tree import tree_text
 
     layout, findings, compiled = plan.layout, plan.findings, plan.compiled

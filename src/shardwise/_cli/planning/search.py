@@ -173,7 +173,7 @@ def search(
         raise ValueError(f"--limit must be positive, got {limit:g}")
     chips = _chips(on)
     axes = {name: _integer(name, size) for name, size in _pairs(axis, "--axis", "model=8")}
-    prices = {name: _dollars(name, cost) for name, cost in _pairs(price, "--price", "v5p=4.20")}
+    prices = prices_of(price)
     recipe = _recipe(target, chips, batch, remat)
     with _Progress() as progress, working(f"searching layouts of {target}"):
         found = search_layouts(
@@ -317,6 +317,11 @@ def _integer(name: str, size: str) -> int:
     if not size.isdecimal() or not 0 < len(size) < 7 or int(size) < 1:
         raise ValueError(f"--axis {name}={size}: the size must be a positive integer")
     return int(size)
+
+
+def prices_of(given: list[str] | None) -> dict[str, float]:
+    """Returns the dollars in `--price` options, by the name of a chip."""
+    return {name: _dollars(name, cost) for name, cost in _pairs(given, "--price", "v5p=4.20")}
 
 
 def _dollars(name: str, cost: str) -> float:

@@ -10,3 +10,4 @@ from .run import Program as Program
 from .run import absent_mesh as absent_mesh
 from .run import compile_absent as compile_absent
 from .run import compile_here as compile_here
+from .run import watched_compilers as watched_compilers

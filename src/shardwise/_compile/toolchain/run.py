@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,24 @@ _SETTINGS = (
 )  # fmt: skip
 # JAX adds it to the environment itself, at a moment that differs.
 _ADDED = "--xla_tpu_use_enhanced_launch_barrier=true"
+
+
+# Is given the process of each compiler that this thread starts.
+_watcher: contextvars.ContextVar[Callable[[subprocess.Popen[Any]], Any] | None]
+_watcher = contextvars.ContextVar("_watcher", default=None)
+
+
+@contextlib.contextmanager
+def watched_compilers(watch: Callable[[subprocess.Popen[Any]], Any]) -> Iterator[None]:
+    """Within the block, `watch` is given each compiler's process that this thread starts.
+
+    It may kill it, or raise, which kills it too.
+    """
+    token = _watcher.set(watch)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 @public
@@ -269,6 +288,9 @@ def _run(folder: Path, words: str) -> tuple[int, str]:
         )
         try:
             with cleaned_up_on_signal(lambda: _kill(process)):
+                watch = _watcher.get()
+                if watch is not None:
+                    watch(process)
                 code = process.wait()
         finally:
             if process.poll() is None:

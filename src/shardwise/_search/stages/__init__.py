@@ -2,3 +2,4 @@
 
 from .proving import Searcher as Searcher
 from .topologies import growing as growing
+from .topologies import sizes as sizes

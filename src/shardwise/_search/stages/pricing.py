@@ -67,10 +67,12 @@ class Pricer:
         calibration: str | os.PathLike[str] | None,
         deadline: float | None,
         progress: Callable[[str], None],
+        seen: Callable[[Candidate], None],
     ):
         """Takes the recipe, the fixed parts, and the limits; see `sw.search`."""
         self.recipe, self.fixed, self.prices = recipe, fixed, prices
         self.calibration, self.deadline, self.progress = calibration, deadline, progress
+        self.seen = seen
         self.maker = Maker(recipe, calibration)
         self.can = Abilities(recipe)
         self.notes: list[str] = []
@@ -213,6 +215,7 @@ class Pricer:
         self.priced += 1
         if self.leader is None or rank([self.leader, found])[0] is found:
             self.leader = found
+        self.seen(found)
         self.progress(f"best of {self.priced}: {self.leader}")
 
 

@@ -84,6 +84,7 @@ class Searcher(Ranker):
             self.memory.keep(candidate.choice.key, proof)
         made = dataclasses.replace(candidate, proof=proof)
         self.known[candidate.choice] = made
+        self.seen(made)
         return made
 
     def _compare(self, before: Candidate, after_: Candidate) -> None:

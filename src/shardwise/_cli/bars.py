@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from ..._base import columns, show_bytes
-from ..._compile import Part
+from .._base import columns, show_bytes
+from .._compile import Part
 
 # Distinguishable without colours too.
 _GLYPHS = {
