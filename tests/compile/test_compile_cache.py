@@ -1,7 +1,6 @@
 """Kept compilations: whatever became of one on disk, it does no harm."""
 
 import gzip
-import importlib.util
 import json
 import os
 import resource
@@ -12,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from forked import Forked
 from jax._src.interpreters import mlir
 
 from shardwise._compile.toolchain import cache
@@ -249,16 +249,14 @@ def test_a_full_disk_leaves_the_old_entry_and_nothing_else(tmp_path):
 
 
 WRITER = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("cache", sys.argv[1])
-cache = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cache)
+import sys
 from pathlib import Path
-folder, key, seen = Path(sys.argv[2]), sys.argv[3], set()
+from shardwise._compile.toolchain import cache
+folder, key, seen = Path(sys.argv[1]), sys.argv[2], set()
 print("ready", flush=True)
 sys.stdin.readline()
 for i in range(100):
-    fields = {"by": sys.argv[4], "hlo": sys.argv[4] * 5000 * (1 + i % 7)}
+    fields = {"by": sys.argv[3], "hlo": sys.argv[3] * 5000 * (1 + i % 7)}
     assert cache.write_entry(folder, key, fields) == ""
     found = cache.read_entry(folder, key)
     assert found is not None and set(found["hlo"]) == {found["by"]}, found
@@ -267,10 +265,9 @@ for i in range(100):
 
 
 def test_two_processes_keep_the_same_entry_at_once(tmp_path):
-    path = importlib.util.find_spec("shardwise._compile.toolchain.cache").origin
     started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, path, str(tmp_path), KEY, by],
+        Forked(
+            [sys.executable, "-c", WRITER, str(tmp_path), KEY, by],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

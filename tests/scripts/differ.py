@@ -43,8 +43,8 @@ class Rows:
 class Corrupting(sw.Checkpoints):
     """Changes one device's replica when a checkpoint is restored, like a flipped bit."""
 
-    def restore_onto(self, blueprint, *, step=None):
-        state = super().restore_onto(blueprint, step=step)
+    def restore_onto(self, blueprint, **how):
+        state = super().restore_onto(blueprint, **how)
         if odd:
             kernel = state.model["kernel"]
             parts = [shard.data for shard in kernel.addressable_shards]
