@@ -24,7 +24,7 @@ FORM = {"name": str, "sizes": list[int], "rate?": float | None}
         ("{", "it is not JSON"),
         ("[" * 100_000, "nested too deeply"),
         ("[" * 70 + "]" * 70, "nested more than 64 levels deep"),
-        ("[NaN]", "NaN is no number of JSON"),
+        ("[NaN]", "NaN is not a number of JSON"),
         ("[1" + "0" * 5000 + "]", "is out of range"),
         ("[1e400]", "which is out of range"),
         ("[]", "it is a list instead of an object"),
@@ -61,6 +61,15 @@ def test_what_is_not_a_file_is_not_waited_for(tmp_path):
     (tmp_path / "large").write_bytes(b" " * 100)
     with pytest.raises(ValueError, match="it is larger than 99 bytes"):
         read_json(tmp_path / "large", most=99)
+
+
+def test_a_pipe_of_the_shell():
+    """As `--rules <(…)` and `<<` have it."""
+    reading, writing = os.pipe()
+    os.write(writing, b'{"name": "a", "sizes": []}')
+    os.close(writing)
+    assert read_json(f"/dev/fd/{reading}", FORM)["name"] == "a"
+    os.close(reading)
 
 
 JSON = st.recursive(

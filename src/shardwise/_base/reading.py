@@ -33,7 +33,7 @@ stands for all others, which are errors without it."""
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """Returns the contents of a regular file of at most `most` bytes.
+    """Returns the contents of a regular file, or of a pipe from the shell, of at most `most` bytes.
 
     Raises:
         OSError: it cannot be opened or read.
@@ -44,12 +44,20 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     with open(fd, "rb") as file:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
             raise IsADirectoryError(21, os.strerror(21), os.fspath(path))
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if stat.S_ISFIFO(os.fstat(fd).st_mode) and _is_given(path):
+            os.set_blocking(fd, True)
+        elif not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError("it is not a regular file")
         found = file.read(most + 1)
     if len(found) > most:
         raise ValueError(f"it is larger than {most} bytes")
     return found
+
+
+def _is_given(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is a descriptor that the shell opened: `<<`, `|` or `<(…)`."""
+    text = os.fspath(path)
+    return text == "/dev/stdin" or text.startswith(("/dev/fd/", "/proc/self/fd/"))
 
 
 def read_json(path: str | os.PathLike[str], form: Form = Any, most: int = MOST_BYTES) -> Any:
@@ -191,7 +199,7 @@ def _integer(text: str) -> int:
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a number of JSON")
 
 
 def _brief(value: Any) -> str:
