@@ -266,10 +266,10 @@ class Checkpoints:
         name = ""
         try:
             name = leave_mark(self.directory) if jax.process_index() == 0 else ""
-            told = exchange(
+            agreed = exchange(
                 "marking the checkpoint directory", json.dumps([name, str(self.directory)])
             )
-            mark, theirs = json.loads(told[0])
+            mark, theirs = json.loads(agreed[0])
             if not mark:
                 return
             problem = ""
@@ -568,7 +568,7 @@ def _is_step(path: Path) -> bool:
     try:
         return (path / "state").is_dir()
     except OSError:
-        return True  # it cannot be looked into: whoever asks for this step is told why
+        return True  # it cannot be read: the error for this step says why
 
 
 def _in_the_way(path: Path) -> str:

@@ -109,11 +109,11 @@ class Answers:
             inputs = None if isinstance(found, Recipe) else self.source.inputs
             if not isinstance(found, Recipe) and inputs is None:
                 raise ValueError("a model alone has no step: give --inputs, or name a Recipe")
-            told = estimate(
+            estimated = estimate(
                 found, made, inputs=inputs, method=self.source.method if inputs else None,
                 calibration=self.source.calibration,
             )  # fmt: skip
-            answer["estimate"] = {**told.to_dict(), "verdict": told.verdict}
+            answer["estimate"] = {**estimated.to_dict(), "verdict": estimated.verdict}
         except Exception as error:
             answer["error"] = sentence(error)
         answer["seconds"] = time.perf_counter() - began
@@ -153,7 +153,7 @@ class Answers:
         Args:
             state: where the search begins: target, chips, batch and optimizer.
             parts: `compile`, how many of the best to prove; `keep`, the fields that stay as they are.
-            task: what is told of each point.
+            task: what each point is reported to.
         """
         if state.on == "none":
             raise ValueError("choose chips to search on")

@@ -131,11 +131,11 @@ def studio(
         microbatches=microbatches, optimizer=optimizer,
     )  # fmt: skip
 
-    def told(address: str) -> None:
+    def announce(address: str) -> None:
         tell(address)
         typer.echo("for browsers on this machine; Ctrl-C stops it", err=True)
 
-    why = open_studio(source, tell=told, browse=open_browser, port=port, idle_minutes=idle)
+    why = open_studio(source, tell=announce, browse=open_browser, port=port, idle_minutes=idle)
     typer.echo(f"stopped: {why}", err=True)
 
 

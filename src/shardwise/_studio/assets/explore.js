@@ -58,10 +58,10 @@ class Explorer {
   redraw(anew = true) {
     if (this.page.views.name !== "Search" || !this.place) return;
     if (anew) this.show(this.place);
-    else this.status.textContent = this.told();
+    else this.status.textContent = this.summary();
   }
 
-  told() {
+  summary() {
     if (this.error) return this.error;
     if (this.task) return `${plural(this.points.size, "layout")} in ${Math.round(this.seconds || 0)} s. ${this.line || ""}`;
     if (!this.found) return "";
@@ -81,7 +81,7 @@ class Explorer {
     const proofs = make("select", { id: "proofs", "aria-label": "How many of the best to compile", onchange: () => { this.proofs = Number(proofs.value); } },
       [0, 1, 3].map((n) => make("option", { value: n }, n ? `compile the best ${n}` : "do not compile")));
     proofs.value = String(this.proofs);
-    this.status = make("p", { class: "status", role: "status" }, this.told());
+    this.status = make("p", { class: "status", role: "status" }, this.summary());
     const head = [
       make("h2", {}, `Layouts on ${page.state.on}, by time and memory`),
       make("div", { class: "tools" },
