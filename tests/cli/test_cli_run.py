@@ -195,8 +195,9 @@ def test_launch_returns_the_status_of_its_processes():
 
 
 @pytest.mark.once
-def test_the_example_of_launch_s_help_runs(run, folder):
-    (line,) = pages.help_examples(run("launch", "--help")[1])
+@pytest.mark.parametrize("example", [0, 1], ids=["plain", "elastic"])
+def test_the_examples_of_launch_s_help_run(run, folder, example):
+    line = pages.help_examples(run("launch", "--help")[1])[example]
     np.save(folder / "tokens.npy", np.arange(2000, dtype="uint16") % 64)
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

@@ -31,6 +31,7 @@ def test_there_are_pages():
         "report",
         "search",
         "step_time",
+        "studio",
         "training",
         "weights",
         "index",

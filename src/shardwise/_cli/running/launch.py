@@ -19,7 +19,7 @@ Each process joins the run by calling sw.distributed(), as train does. Output is
 with the number of the process, signals are forwarded to all processes, and when one fails the others
 are terminated.
 
-Example:
+Examples:
 
 \b
   shardwise launch -n 2 --devices 4 -- shardwise train train.py:recipe --mesh data=8 \\
