@@ -86,7 +86,7 @@ def test_what_has_the_name_of_a_step_to_come(run, what):
     with pytest.raises(sw.CheckpointError) as caught:
         fit(run, 5)
     assert str(caught.value) == (
-        f"checkpoints cannot be saved to {run}: 4 there has the name of a step, but is no "
+        f"checkpoints cannot be saved to {run}: 4 there has the name of a step, but is not a "
         f"checkpoint: remove it, or use another directory"
     )
     assert int(fit(run, 3).step) == 3, "a shorter run does not need that name"

@@ -573,7 +573,7 @@ def _is_step(path: Path) -> bool:
 
 def _in_the_way(path: Path) -> str:
     return (
-        f"{path.name} there has the name of a step, but is no checkpoint: remove it, or use another "
+        f"{path.name} there has the name of a step, but is not a checkpoint: remove it, or use another "
         f"directory"
     )
 

@@ -130,7 +130,9 @@ def parse_query(text: str) -> State:
         raise ValueError(f"the state has {len(rules)} rules: at most {_MOST_RULES}")
     for name in _WORDS:
         if found.get(name) and not _WORD.fullmatch(found[name]):
-            raise ValueError(f"the state's {name} is {found[name][:60]!r}, which is no name")
+            raise ValueError(
+                f"the state's {name} is {found[name][:60]!r}, which is not a valid name"
+            )
     for name in _NUMBERS:
         if name in found:
             found[name] = _number(name, found[name] or "0", least=0)
