@@ -3,12 +3,9 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 
 # The compilers of absent chips are installed: without this, every process would look for chips.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# What these tests compile for absent chips is compiled anew in each run, once.
-os.environ.setdefault("SHARDWISE_CACHE", tempfile.mkdtemp(prefix="shardwise-tests-"))
 # Each process that a test starts would otherwise compile the package's source again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -37,6 +34,7 @@ jax.devices()  # so that no test depends on whether another one started them
 
 programs.remove_unused()
 programs.keep()
+os.environ.setdefault("SHARDWISE_CACHE", str(programs.absent()))
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would all processes
 # that they start: `shardwise launch` leaves it so, by intent, and forwards it no more.

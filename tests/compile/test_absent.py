@@ -204,7 +204,11 @@ def test_what_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     planned = layout_of("data=4", "dp", on="v5e:2x2", batch=512)
     first = sw.compile(recipe(batch=512), planned)
-    again = sw.compile(recipe(batch=512), planned)
+
+    def from_deeper(calls):
+        return from_deeper(calls - 1) if calls else sw.compile(recipe(batch=512), planned)
+
+    again = from_deeper(7)
     assert not first.cached and again.cached
     assert again.to_dict() | {"cached": False} == first.to_dict()
     other = sw.compile(recipe(batch=1024), planned)

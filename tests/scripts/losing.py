@@ -74,4 +74,9 @@ recipe = sw.Recipe(
 )
 layout = sw.layout(make, sw.mesh("data=4", on="cpu:4"), sw.fsdp("data", min_bytes=0))
 checkpoints = sw.Checkpoints(directory, every=1)
-sw.fit(recipe, layout, sw.data(Rows()), steps=400, show=False, checkpoints=checkpoints)
+try:
+    sw.fit(recipe, layout, sw.data(Rows()), steps=400, show=False, checkpoints=checkpoints)
+except sw.LostProcess:
+    if mode == "kill":
+        os.kill(os.getpid(), signal.SIGTERM)  # as the launcher may, before this is printed
+    raise

@@ -1,12 +1,16 @@
-"""What XLA compiles for the CPU, kept: no program is compiled twice by two tests, processes or runs.
+"""What is compiled is kept: no program is compiled twice by two tests, processes or runs.
 
-JAX's keys have the program, the flags and the versions, so an entry cannot be out of date. The folder
-is the user's cache, so that a fresh clone begins with what another has compiled;
-SHARDWISE_TESTS_PROGRAMS names another one.
+JAX's keys have the program, the flags and the versions, so an entry cannot be out of date. Programs
+for absent chips are kept by the package's own cache, in a folder for each version of what compiles
+and reads them. All is in the user's cache, so that a fresh clone begins with what another has
+compiled; SHARDWISE_TESTS_PROGRAMS names another folder.
 """
 
 import contextlib
+import hashlib
 import os
+import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -49,12 +53,24 @@ def folder():
     return found
 
 
+def absent():
+    """Returns the folder of programs for absent chips: another one for other code that makes them."""
+    source = Path(__file__).parents[2] / "src" / "shardwise" / "_compile" / "toolchain"
+    version = hashlib.sha256(sys.version.encode())
+    for file in sorted(source.rglob("*.py")):
+        version.update(file.read_bytes())
+    found = folder() / f"absent-{version.hexdigest()[:16]}"
+    found.mkdir(exist_ok=True)
+    os.utime(found)
+    return found
+
+
 def remove_unused():
     """Removes what no run has used for a week."""
     for file in folder().iterdir():
         with contextlib.suppress(OSError):  # another worker was faster
             if time.time() - file.stat().st_mtime > _WEEK:
-                file.unlink()
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def keep():

@@ -209,7 +209,30 @@ def _without_callers(text: str) -> str:
             if name not in outside:
                 outside.add(name)
                 todo.append(name)
-    kept = [line for line in text.splitlines() if line.partition(" = ")[0] not in outside]
+    return _renumbered(text, {name: defined[name] for name in defined if name not in outside})
+
+
+def _renumbered(text: str, defined: dict[str, str]) -> str:
+    """Returns StableHLO's text with these locations alone, numbered as the program names them.
+
+    How many locations there are above the edge moves the numbers of all others.
+    """
+    numbers: dict[str, str] = {}
+    named: list[str] = []
+
+    def number(found: re.Match[str]) -> str:
+        name = found[0]
+        if name not in defined:
+            return "#caller"
+        if name not in numbers:
+            numbers[name] = f"#loc{len(named)}"
+            named.append(name)
+        return numbers[name]
+
+    lines = [line for line in text.splitlines() if not re.match(r"#loc\d* = ", line)]
+    kept = [re.sub(r"#loc\d*", number, line) for line in lines]
+    for name in named:  # which grows by what they name
+        kept.append(f"{numbers[name]} = loc({re.sub(r'#loc\d*', number, defined[name])})")
     return "\n".join(kept)
 
 

@@ -18,6 +18,7 @@ from .joining import distributed as distributed
 from .joining import distributed_address as distributed_address
 from .launcher import launch as launch
 from .lost import LostProcess as LostProcess
+from .lost import end_named as end_named
 from .lost import naming_lost_process as naming_lost_process
 from .lost import noting_failure as noting_failure
 from .peers import Processes as Processes

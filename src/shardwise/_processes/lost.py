@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 import jax
 
@@ -23,6 +24,15 @@ class LostProcess(RuntimeError):
     def __init__(self, text: str, processes: tuple[int, ...]) -> None:
         super().__init__(text)
         self.processes = processes
+
+
+def end_named(number: int, frame: FrameType | None) -> None:
+    """Handles a signal to a process with a `LostProcess` on its way out: exits with its message.
+
+    The launcher ends all others as soon as one is lost, while they may still be unwinding.
+    """
+    for watch in WATCHES:
+        watch.end_lost()
 
 
 def lost_processes(wait_seconds: float = 0) -> list[int]:

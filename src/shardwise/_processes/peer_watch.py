@@ -157,6 +157,12 @@ class PeerWatch:
         tell_lost(self.processes.index, loss.lost)
         return self._message(loss, during, error)
 
+    def end_lost(self) -> None:
+        """Exits as for the loss that was raised in this process, and names it first."""
+        if self._loss is not None:
+            self._report(self._loss, ask=False)
+        self._end(LOST_EXIT_CODE)
+
     def _message(self, loss: Loss, during: str = "", error: str = "", *, ask: bool = True) -> str:
         names = [self.name_of(index, ask=ask) for index in loss.lost]
         known = "; ".join(filter(None, (loss.why, error)))

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._base import public
+from .._processes import LostProcess, end_named
 
 
 @public
@@ -70,7 +71,10 @@ class Stopping:
         """Restores the previous handlers, after pending messages between processes have arrived."""
         if self._agree is not None and (error[0] is None or issubclass(error[0], Stopped)):
             self._agree.settle()
+        lost = error[0] is not None and issubclass(error[0], LostProcess)
         for number, handler in self._before.items():
+            if lost and number == signal.SIGTERM and handler is signal.SIG_DFL:
+                handler = end_named
             # None is a handler that was not installed from Python and cannot be restored.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
