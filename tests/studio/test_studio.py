@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import browser as browsers
+import forked
 import pytest
 
 import shardwise as sw
@@ -348,7 +349,7 @@ def test_the_copied_command_says_the_same(open_page, address):
     script = script.replace(
         "print(sw.compile(recipe, layout))", "print(sw.estimate(recipe, layout).peak_bytes)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     estimated = answer(address, "estimate", state=state_of(page).query)["estimate"]
     assert done.stdout.split()[-1] == str(estimated["peak_bytes"])
@@ -389,7 +390,7 @@ def test_llama_3_8b_on_16_h100s_from_nothing(open_page, tmp_path):
 
 def test_it_stops_when_no_page_is_open(tmp_path):
     command = [sys.executable, "-m", "shardwise", "studio", TARGET, "--no-open", "--idle", "0.05"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, timeout=120)
     assert done.returncode == 0 and "stopped: no page was open for 0.05 minutes" in done.stderr
 
 
@@ -416,5 +417,5 @@ def test_without_its_libraries_it_says_what_to_install():
         "make = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))\n"
         "sw.layout(make, sw.mesh('data=2', on='none')).studio(make)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = forked.run([sys.executable, "-c", code])
     assert 'uvicorn, which is not installed: pip install "shardwise[studio]"' in done.stderr

@@ -2,10 +2,10 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 from test_loading import write
@@ -16,7 +16,7 @@ HERE = Path(__file__).parents[1] / "scripts"
 def run(*arguments):
     command = [sys.executable, str(HERE / "launch.py"), "2", "4"]
     command += [sys.executable, str(HERE / "weights.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = forked.run(command, timeout=180)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -73,7 +73,7 @@ def test_adapters_are_trained_as_in_one_process(tmp_path):
         command = [sys.executable, str(HERE / "launch.py"), str(processes), str(devices)]
         place = tmp_path / str(processes)
         command += [sys.executable, str(HERE / "lora.py"), str(tmp_path / "base"), str(place)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        done = forked.run(command, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         (line,) = (line for line in done.stdout.splitlines() if line.endswith("]"))
         losses = json.loads(line[line.rindex("[") :])

@@ -232,7 +232,8 @@ def _renumbered(text: str, defined: dict[str, str]) -> str:
     lines = [line for line in text.splitlines() if not re.match(r"#loc\d* = ", line)]
     kept = [re.sub(r"#loc\d*", number, line) for line in lines]
     for name in named:  # which grows by what they name
-        kept.append(f"{numbers[name]} = loc({re.sub(r'#loc\d*', number, defined[name])})")
+        location = re.sub(r"#loc\d*", number, defined[name])
+        kept.append(f"{numbers[name]} = loc({location})")
     return "\n".join(kept)
 
 
