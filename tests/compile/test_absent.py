@@ -34,9 +34,9 @@ from shardwise._compile.toolchain.gpu import target_config
 from shardwise._compile.toolchain.run import absent_mesh, compile_absent
 from shardwise._compile.toolchain.worker import _alive_at_peak as alive_at_peak_of
 from shardwise._compile.toolchain.worker import known_fields
-from shardwise._hlo.buffers import largest_buffers
 from shardwise._hlo.flops import work_of
 from shardwise._hlo.program import parse_hlo
+from shardwise._memory.buffers import largest_buffers
 
 # --- collectives by hand, by the real compilers ---------------------------------------------------
 

@@ -23,14 +23,13 @@ from .._hlo import (
     Reshard,
     bytes_accessed,
     collectives,
-    largest_buffers,
     parse_hlo,
     reshards,
     work_of,
-    workspace_bound,
 )
 from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
+from .._memory import largest_buffers, workspace_bound
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
 from .._time import Calibration, Machine, load_calibration, time_of

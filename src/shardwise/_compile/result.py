@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._base import public, show_bytes, show_devices, show_flops, text_table, write_atomically
 from .._check import Findings
-from .._hlo import Buffer, Collective, by_axis, parse_hlo
+from .._hlo import Collective, by_axis, parse_hlo
 from .._layout import Layout
+from .._memory import Buffer
 from .._time import Machine, StepTime, Timeline, timeline_of
 
 if TYPE_CHECKING:

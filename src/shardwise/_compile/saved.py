@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from .._base import public, read_json, show_type
 from .._check import Finding, Findings
-from .._hlo import Buffer, Collective, Source
+from .._hlo import Collective, Source
+from .._memory import Buffer
 from .._time import StepTime
 from .result import FORMAT, Compiled, Memory
 

@@ -12,7 +12,7 @@ import numpy as np
 from .._chips import sent_bytes
 from .program import Instruction, Module, Shape
 from .slices import between_slices, slice_groups
-from .source import Source, leaf_of, named, source_of
+from .source import Source, cause_of, leaf_of
 
 # From the HLO name to the name in the cost model.
 _KINDS = {
@@ -76,7 +76,7 @@ def collectives(
         if not operands:
             continue
         total = sum(shape.nbytes for shape in operands)
-        source = source_of(module, named(module, computation, instruction), paths)
+        source = cause_of(module, computation, instruction, paths)
         leaf = leaf_of(module, computation, instruction) if kind != "all-reduce" else ""
         found.append(
             Collective(

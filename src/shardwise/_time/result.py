@@ -11,7 +11,7 @@ from typing import Any
 
 from .._base import public, show_seconds, text_table
 from .._chips import Chips
-from .._hlo import Module, named, source_of
+from .._hlo import Module, cause_of
 from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
 from .links import Link, gpu_seconds, slices_seconds
@@ -428,7 +428,7 @@ def _shares(
     for s in schedule.slices:
         key = (s.computation, s.instruction.name)
         if key not in known:
-            source = source_of(module, named(module, s.computation, s.instruction), paths)
+            source = cause_of(module, s.computation, s.instruction, paths)
             known[key] = (source.module or source.op, source.place, s.instruction.name)
         spent = (s.seconds if s.stream == COMPUTE else s.exposed) * s.times
         for name, label in zip(tables, known[key], strict=True):

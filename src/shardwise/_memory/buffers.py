@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from .._base import show_bytes
-from .program import Instruction, Module, parse_shapes
-from .source import Source, source_of
+from .._hlo import Instruction, Module, Source, cause_of, parse_shapes, source_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,15 +143,14 @@ def _modelled(module: Module, paths: Collection[str]) -> Iterator[tuple[str, int
 def _cause(
     module: Module, computation: str, instruction: Instruction, paths: Collection[str]
 ) -> Source:
-    source = source_of(module, instruction, paths)
-    if not source.place:
-        # A buffer that a loop fills is allocated before it: its cause is what fills it.
-        writer = _loop_writer(module, computation, instruction.name)
-        source = source_of(module, writer, paths) if writer is not None else source
-    return source
+    # A buffer that a loop fills is allocated before it: its cause is what fills it.
+    filled = _loop_writer(module, computation, instruction.name)
+    if filled is not None and not source_of(module, instruction, paths).place:
+        return cause_of(module, *filled, paths)
+    return cause_of(module, computation, instruction, paths)
 
 
-def _loop_writer(module: Module, computation: str, name: str) -> Instruction | None:
+def _loop_writer(module: Module, computation: str, name: str) -> tuple[str, Instruction] | None:
     """Returns what a loop's body writes into a buffer allocated before the loop."""
     own = module.by_name[computation]
     for instruction in own.values():
@@ -169,7 +167,7 @@ def _loop_writer(module: Module, computation: str, name: str) -> Instruction | N
                 written = inside[-1].operands[index : index + 1]
                 found = module.by_name[body].get(written[0]) if written else None
                 if found is not None and found.op_name:
-                    return found
+                    return body, found
     return None
 
 
