@@ -13,7 +13,7 @@ from .._base import public, show_bytes, show_devices, show_flops, text_table, wr
 from .._check import Findings
 from .._hlo import Collective, by_axis, parse_hlo
 from .._layout import Layout
-from .._memory import Buffer
+from .._memory import Buffer, LiveMemory
 from .._time import Machine, StepTime, Timeline, timeline_of
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class Compiled:
         bytes_accessed: memory traffic of one device in a step (compiled); None without a program.
         findings: what only a compilation can show: SW301 to SW304.
         time: how long a step takes (modelled); None for chips without rates, or without a program.
+        live: what is alive when in a step, by owner (lifetimes compiled, seconds modelled); None
+            without a program.
         workspace_bound: how much more memory the workspaces of convolutions may take on the device,
             where their library chooses them (modelled).
         not_counted: the kernels whose flops are unknown and therefore not in `flops`, by name,
@@ -129,6 +131,7 @@ class Compiled:
     findings: Findings
     stand_in: bool = False
     time: StepTime | None = None
+    live: LiveMemory | None = None
     workspace_bound: int = 0
     not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
     noise: str = dataclasses.field(default="", repr=False)
@@ -301,6 +304,7 @@ class Compiled:
             "bytes_accessed": self.bytes_accessed,
             "workspace_bound": self.workspace_bound,
             "time": self.time.to_dict() if self.time is not None else None,
+            "live": self.live.to_dict() if self.live is not None else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,
             "cached": self.cached,

@@ -38,6 +38,8 @@ def _sources(
     module: Module, computation: str, at: Instruction, index: int | None
 ) -> Iterator[_Element]:
     own = module.by_name[computation]
+    if index is None and at.opcode in ("tuple", "while"):
+        return  # which of its values is meant is not known
     if at.opcode == "parameter":
         yield from _given(module, computation, at, index)
         return
@@ -49,10 +51,9 @@ def _sources(
         return
     elif at.opcode == "while":
         # What its last iteration left there, then what it began with.
-        for body in at.called[-1:] if _body(at) == "" else (_body(at),):
-            inside = module.computations.get(body, [])
-            if inside:
-                yield body, inside[-1], index
+        inside = module.computations.get(_body(at), [])
+        if inside:
+            yield _body(at), inside[-1], index
     elif not at.opcode.endswith("-done"):
         index = None
     given = [own[name] for name in at.operands if name in own]
@@ -67,6 +68,8 @@ def _given(
 ) -> Iterator[_Element]:
     """Yields what a computation is called with."""
     if computation not in module.callers:
+        return
+    if index is None and len(at.shapes) > 1:
         return
     outer, caller = module.callers[computation]
     given = module.by_name[outer]
