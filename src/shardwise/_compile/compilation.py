@@ -269,7 +269,8 @@ def _result(
     else:
         memory = _memory_in_words(job, program.refused, capacity)
     module = parse_hlo(program.hlo) if program.hlo else None
-    rows = collectives(module, dict(mesh.shape), job.paths) if module else []
+    hosts = host_of(mesh)
+    rows = collectives(module, dict(mesh.shape), job.paths, hosts) if module else []
     total = memory.temporaries if memory else None
     lifetimes = _lifetimes(program, module) if module else None
     buffers = largest_buffers(module, job.paths, lifetimes, total) if module and lifetimes else []
@@ -278,7 +279,8 @@ def _result(
     time = time_of(module, machine, job.paths, tokens_of(job.batch)) if module and machine else None
     live = None
     if module and lifetimes and memory and not stand_in:
-        live = _live(job, module, lifetimes, memory, machine)
+        code = program.stats.get("generated_code_size_in_bytes", 0) if platform == "tpu" else 0
+        live = _live(job, module, lifetimes, memory, machine, code)
     compiled = Compiled(
         time=time,
         live=live,
@@ -309,6 +311,17 @@ def _result(
     return dataclasses.replace(compiled, findings=findings)
 
 
+def host_of(mesh: AnyMesh) -> list[int] | None:
+    """Returns the host (or the slice of TPUs) of each device in the mesh's order, if it is known."""
+    chips = chips_of(mesh)
+    if chips is not None:
+        hosts = chips.slices if chips.platform == "tpu" else chips.topology[0]
+        return [device * hosts // mesh.size for device in range(mesh.size)]
+    if isinstance(mesh, Mesh):
+        return [device.process_index for device in mesh.devices.flat]
+    return None
+
+
 def _lifetimes(program: Program, module: Module) -> Lifetimes:
     """Returns when each temporary is alive: as the compiler says, if it does."""
     if program.lifetimes is None:
@@ -317,7 +330,12 @@ def _lifetimes(program: Program, module: Module) -> Lifetimes:
 
 
 def _live(
-    job: Job, module: Module, lifetimes: Lifetimes, memory: Memory, machine: Machine | None
+    job: Job,
+    module: Module,
+    lifetimes: Lifetimes,
+    memory: Memory,
+    machine: Machine | None,
+    code: int,
 ) -> LiveMemory | None:
     shapes = [(leaf.shape, leaf.shard_shape) for leaf in job.layout.leaves]
     state = memory.parameters + memory.optimizer + memory.batch
@@ -329,6 +347,7 @@ def _live(
             max(0, memory.arguments + memory.outputs - memory.aliased - state),
             "compiled",
         ),
+        "code": (code, "compiled"),
     }
     spent = machine.spent(module) if machine is not None else None
     kinds = Kinds.by_leaves(shapes)

@@ -288,7 +288,7 @@ class Compiled:
             "memory": dataclasses.asdict(self.memory) if self.memory else None,
             "buffers": [dataclasses.asdict(row) for row in self.buffers],
             "collectives": [
-                {**dataclasses.asdict(row), "total_bytes": row.total_bytes}
+                {**dataclasses.asdict(row), "total_bytes": row.total_bytes, "crosses": row.crosses}
                 for row in self.collectives
             ]
             if self.has_program
@@ -383,12 +383,27 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer], stand_in: bool) -> s
     return text
 
 
+def _crossing(compiled: Compiled, axes: str, total: int) -> str:
+    """Returns how much of what is sent over some axes leaves a host or a slice, if there are several."""
+    rows = [row for row in compiled.collectives if ",".join(row.axes) == axes]
+    if not any(row.crosses for row in compiled.collectives) or not all(row.hosts for row in rows):
+        return ""
+    word = "slices" if compiled.platform == "tpu" else "hosts"
+    crossing = [row for row in rows if row.crosses]
+    if not crossing:
+        return f", inside {word}"
+    sent = sum(row.total_bytes for row in crossing)
+    part = "" if sent == total else f"{show_bytes(sent)} of it "
+    return f", {part}across {max(row.hosts for row in crossing)} {word}"
+
+
 def _show_collectives(compiled: Compiled) -> str:
     blocks = []
     for axes, kinds in compiled.by_axis.items():
         total = sum(sent for _, sent in kinds.values())
         counts = ", ".join(f"{count} {kind}" for kind, (count, _) in kinds.items())
         sent_by_each = f"{show_bytes(total)} sent by each device (modelled)"
+        sent_by_each += _crossing(compiled, axes, total)
         head = f"over {axes or 'no axis'}: {counts}; {sent_by_each}"
         rows = {}
         for row in compiled.collectives:

@@ -25,7 +25,7 @@ class Owner:
     """What a part of a device's memory is for.
 
     Attributes:
-        kind: `parameters`, `optimizer`, `batch`, `outputs and padding`, `gradients`, `activations`
+        kind: `parameters`, `optimizer`, `batch`, `outputs and padding`, `code` (of a TPU), `gradients`, `activations`
             (of the forward pass, also where it is repeated), `collectives` (what they bring),
             `temporaries` (all other), or `other`: small ones of any kind.
         module: the module that it comes from, with `*` for numbers, or empty.
