@@ -81,6 +81,8 @@ def _given(
 def _readers(
     module: Module, computation: str, at: Instruction, index: int | None
 ) -> Iterator[_Element]:
+    if index is None and at.opcode in ("tuple", "while", "parameter") and len(at.shapes) > 1:
+        return
     for reader in module.readers[computation].get(at.name, ()):
         if reader.opcode == "tuple":
             yield computation, reader, reader.operands.index(at.name)

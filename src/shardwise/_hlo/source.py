@@ -12,6 +12,11 @@ from .program import Instruction, Module
 
 # Where the step begins.
 EDGES = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
+# JAX operations that only move values.
+_MOVERS = {
+    "squeeze", "dynamic_slice", "dynamic_update_slice", "slice", "reshape", "transpose", "while",
+    "broadcast_in_dim", "convert_element_type", "concatenate", "copy", "pad", "scan",
+}  # fmt: skip
 # How transforms and control flow wrap a scope.
 _WRAPPED = re.compile(r"^(?:jit|jvp|transpose|vmap|pmap|checkpoint|remat\d*|custom_\w+)\((.*)\)$")
 
@@ -78,17 +83,31 @@ def cause_of(
     own = source_of(module, said, paths)
     if own.place or (module.stack(said) and not _is_leaf(own)):
         return own
+    near = _nearest_place(module, computation, instruction, paths)
+    if near is None:
+        return own
+    return Source(
+        op=own.op if said.op_name and not _is_leaf(own) else near.op,
+        module=own.module or near.module,
+        place=near.place,
+        backward=own.backward or near.backward,
+        leaf=own.leaf,
+    )
+
+
+def _nearest_place(
+    module: Module, computation: str, instruction: Instruction, paths: Collection[str]
+) -> Source | None:
+    first = None
     for _, found in _around(module, computation, instruction):
         near = source_of(module, found, paths)
-        if near.place:
-            return Source(
-                op=own.op if said.op_name and not _is_leaf(own) else near.op,
-                module=own.module or near.module,
-                place=near.place,
-                backward=own.backward or near.backward,
-                leaf=own.leaf,
-            )
-    return own
+        if not near.place:
+            continue
+        # How a scan slices and stacks is less than what is in its body.
+        if near.module or near.op not in _MOVERS:
+            return near
+        first = first or near
+    return first
 
 
 def _is_leaf(source: Source) -> bool:

@@ -58,7 +58,7 @@ function hardwareSentence(side) {
   if (sizes) {
     const dims = sizes.filter((size) => size > 1);
     const rings = sizes.filter((size, i) => size > 1 && wraps[i]).length;
-    const shape = `${dims.length > 2 ? "torus" : dims.length > 1 ? "grid" : "line"} of ${sizes.slice(0, dims.length > 2 ? 3 : 2).join(" × ")} chips`;
+    const shape = `${rings && dims.length > 1 ? "torus" : dims.length > 1 ? "grid" : "line"} of ${sizes.slice(0, dims.length > 2 ? 3 : 2).join(" × ")} chips`;
     const wrap = rings ? `, wrapped around in ${rings === dims.length ? "every dim" : plural(rings, "dim")}` : ", without wrap-around";
     return `${boxes > 1 ? `${boxWord(side, boxes)}, each a ` : "A "}${shape}${wrap}${boxes > 1 ? "; the data-center network between slices" : ""}.`;
   }
@@ -100,8 +100,16 @@ function wiringWith(side, width, cell, gap) {
 
 function hostCells(side, width, step) {
   const { boxes, local } = side.hardware;
-  let columns = boxes > 1 || side.hardware.kind === "gpu" ? Math.ceil(local / (local > 4 ? 2 : 1)) : gridColumns(side).columns;
-  columns = Math.max(1, Math.min(columns, local > 16 && boxes > 1 ? 12 : 64, Math.floor((width - 30) / step)));
+  const ours = boxes > 1 || side.hardware.kind === "gpu";
+  // The last axes run along the columns, so that their links are straight.
+  let columns = 1;
+  for (const size of [...side.sizes].reverse()) {
+    if (local % (columns * size) || columns * size > 16) break;
+    columns *= size;
+  }
+  if (columns === 1) columns = Math.ceil(local / (local > 4 ? 2 : 1));
+  if (!ours) columns = gridColumns(side).columns;
+  columns = Math.max(1, Math.min(columns, Math.floor((width - 30) / step)));
   const cells = Array.from({ length: side.devices }, (_, d) => {
     const i = d % local;
     return { box: Math.floor(d / local), x: i % columns, y: Math.floor(i / columns), devices: [d] };
@@ -114,7 +122,8 @@ function torusCells(side, width, step) {
   const { places, sizes, cores, local, boxes } = side.hardware;
   const [wide, high, planes] = sizes;
   const each = cores > 1 ? 2 : 1;
-  const perRow = Math.max(1, Math.min(planes, Math.floor((width / step - 0.6) / (wide * each + 0.7))));
+  const most = Math.max(1, Math.min(planes, Math.floor((width / step - 0.6) / (wide * each + 0.7))));
+  const perRow = Math.ceil(planes / Math.ceil(planes / most));
   const seen = new Map();
   const cells = Array.from({ length: side.devices }, (_, d) => {
     const [x, y, z] = places[d % local];
@@ -265,7 +274,7 @@ class Wiring {
     const trunks = trunkWires(wiring).map(({ axis, d }) => make("path", { class: "wire trunk", "data-axis": axis, style: `--c:var(--axis${axis % 6})`, d }));
     this.all = [...this.wires.filter(Boolean), ...trunks];
     const grey = other.length ? [make("path", { class: `wire${thin}`, style: "--c:var(--faint)", d: other.join("") })] : [];
-    const svg = make("svg", { width: wiring.width, height: wiring.height, "aria-hidden": true }, grey, this.all);
+    const svg = make("svg", { width: wiring.width, height: wiring.height, role: "img", "aria-label": "Links between devices, coloured by axis" }, grey, this.all);
     this.cells = wiring.cells.map((one, i) => make("button", {
       type: "button", role: "gridcell", class: "device", tabindex: -1, "data-device": one.devices[0],
       style: `left:${wiring.at[i].x}px;top:${wiring.at[i].y}px;width:${one.core === undefined || side.hardware.cores < 2 ? wiring.cell : wiring.cell * 0.8}px;height:${wiring.cell}px`,
@@ -296,7 +305,7 @@ class Wiring {
       cell.setAttribute("aria-label", title);
       cell.setAttribute("aria-selected", i === at);
       cell.tabIndex = i === at ? 0 : -1;
-      cell.classList.toggle("mate", mates.has(i) && i !== at);
+      cell.classList.toggle("mate", mates.has(i) && i !== at && mates.size < this.cells.length);
       cell.style.setProperty("--mate", mates.get(i) || "");
       let fill = "";
       if (lit) {
