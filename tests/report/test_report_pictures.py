@@ -44,7 +44,9 @@ def test_the_list_is_what_is_alive_at_the_peak_and_at_each_moment(compiled, open
         assert unnamed(page) == []
         assert page.inner_text(".live-when") == f"Peak: {shown(live.peak_bytes)} alive"
         assert sorted(listed(page)) == wanted(live, live.peak)
-        assert f"{shown(live.compiled_bytes)} that the compiler reports" in page.inner_text("#memory")
+        assert f"{shown(live.compiled_bytes)} that the compiler reports" in page.inner_text(
+            "#memory"
+        )
         slider = page.locator(".live-plot")
         assert slider.get_attribute("aria-valuemax") == str(len(live.places))
         assert slider.get_attribute("aria-valuenow") == str(live.peak + 1)
@@ -153,7 +155,9 @@ def axes_shown(page):
 
 def test_hosts_are_boxes_and_traffic_says_how_far_it_goes(compiled, open_page):
     with open_page(compiled.report()) as page:
-        assert "2 hosts each with 4 GPUs on NVLink; the network between them" in page.inner_text("#mesh")
+        assert "2 hosts each with 4 GPUs on NVLink; the network between them" in page.inner_text(
+            "#mesh"
+        )
         boxes = page.locator(".wiring-box")
         assert boxes.all_inner_texts() == ["host 0 · NVLink", "host 1 · NVLink"]
         places = boxes.evaluate_all("all => all.map(e => e.getBoundingClientRect().toJSON())")
@@ -190,7 +194,9 @@ def test_an_axis_lights_its_links_and_groups_a_device_its_mates(compiled, open_p
             groups.setdefault(device // 4, set()).add(fill)
         assert [len(found) for found in groups.values()] == [1, 1] and groups[0] != groups[1]
         page.click('#mesh .device[data-device="6"]')
-        mates = page.locator("#mesh .device.mate").evaluate_all("all => all.map(e => e.dataset.device)")
+        mates = page.locator("#mesh .device.mate").evaluate_all(
+            "all => all.map(e => e.dataset.device)"
+        )
         assert mates == ["4", "5", "7"]
         talks = page.inner_text(".talks")
         assert "data with 1 device on 2 hosts: 2" in talks
@@ -262,7 +268,9 @@ def test_many_devices_stay_readable_and_quick(open_page, mesh, on, cells):
         )
         assert took < 1000
         # Cells do not lie on one another.
-        places = page.locator("#mesh .device").evaluate_all("all => all.map(e => e.style.left + e.style.top)")
+        places = page.locator("#mesh .device").evaluate_all(
+            "all => all.map(e => e.style.left + e.style.top)"
+        )
         assert len(set(places)) == cells
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
         last = page.locator("#mesh .device").last

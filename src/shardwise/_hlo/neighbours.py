@@ -12,7 +12,9 @@ Place = tuple[str, Instruction]
 MOST = 48
 
 
-def nearest(module: Module, computation: str, instruction: Instruction, *, up: bool) -> Iterator[Place]:
+def nearest(
+    module: Module, computation: str, instruction: Instruction, *, up: bool
+) -> Iterator[Place]:
     """Yields what leads to a value (`up`) or what becomes of it, nearest first, without itself."""
     step = _sources if up else _readers
     seen = {(computation, instruction.name, None)}

@@ -178,7 +178,9 @@ def _run(
             reused = [v for v in freed.get(at, ()) if v.bytes == shape.nbytes]
             if reused and i.opcode in _ELEMENTWISE:
                 freed[at].remove(reused[0])
-            allocation = reused[0].allocation if reused and i.opcode in _ELEMENTWISE else len(values)
+            allocation = (
+                reused[0].allocation if reused and i.opcode in _ELEMENTWISE else len(values)
+            )
             span = (at, last.get(i.name, at))
             made = Value(i.name, index, str(shape), shape.nbytes, *span, allocation, 0)
             values.append(made)

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from .._base import show_bytes
+from .._base import public, show_bytes
 from .._hlo import Instruction, Module, Source, cause_of
 from .lifetimes import Lifetimes, Value
 from .owners import Kinds
@@ -60,6 +60,7 @@ class LiveLoop:
     times: int
 
 
+@public
 @dataclasses.dataclass(frozen=True)
 class LiveMemory:
     """What is alive when in a step. The `live` of `sw.compile`'s result.
@@ -79,6 +80,17 @@ class LiveMemory:
         peak: which moment is the fullest.
         loops: the loops of the step.
         compiled_bytes: the peak that the compiler reports.
+
+    Example:
+        >>> import jax, optax, shardwise as sw
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: model(x).mean(),
+        ...                    optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((32, 64), "float32"))
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "dp")
+        >>> live = sw.compile(recipe, layout).live
+        >>> live.owners[0].kind, live.owners[0].bytes[live.peak]
+        ('parameters', 16384)
     """
 
     label: str
@@ -300,7 +312,9 @@ def _loops(
             if loop.opcode != "while" or loop.name not in at:
                 continue
             inner = [at[n] for n in _names(module, loop) if n in at]
-            spanned = [i for i, p in enumerate(moments) if inner and min(inner) <= p < at[loop.name]]
+            spanned = [
+                i for i, p in enumerate(moments) if inner and min(inner) <= p < at[loop.name]
+            ]
             if len(spanned) >= 3:
                 times = module.trips(computation, loop) or 1
                 found.append(LiveLoop(spanned[0], spanned[-1], times))

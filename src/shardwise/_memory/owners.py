@@ -31,7 +31,9 @@ class Kinds:
         """Returns what tells kinds of a model by the full and the local shape of each leaf."""
         found: set[tuple[int, ...]] = set()
         for full, local in dict.fromkeys((tuple(a), tuple(b)) for a, b in shapes):
-            for partly in itertools.product(*(dict.fromkeys(pair) for pair in zip(full, local))):
+            for partly in itertools.product(
+                *(dict.fromkeys(pair) for pair in zip(full, local, strict=True))
+            ):
                 # Of stacked layers, the gradient of one.
                 for dims in (partly, partly[1:]) if len(partly) > 2 else (partly,):
                     found.update(_sorted(merged) for merged in _merged(dims))

@@ -82,7 +82,11 @@ def _result(request: dict[str, Any], folder: str) -> dict[str, Any]:
         program = dumped_program(dump)
         if program:
             Path(folder, "hlo.txt").write_text(program)
-        return {"error": str(error), "status": status_of(error), "lifetimes": dumped_lifetimes(dump)}
+        return {
+            "error": str(error),
+            "status": status_of(error),
+            "lifetimes": dumped_lifetimes(dump),
+        }
     Path(folder, "hlo.txt").write_text(hlo_text(done))
     return {"memory": memory_stats(done), "lifetimes": dumped_lifetimes(dump)}
 
