@@ -32,6 +32,7 @@ from ._layout import stages as stages
 from ._layout import tensor as tensor
 from ._layout import zero1 as zero1
 from ._layout import zero2 as zero2
+from ._memory import LiveMemory as LiveMemory
 from ._mesh import mesh as mesh
 from ._nnx import Follows as Follows
 from ._nnx import Leaf as Leaf

@@ -32,11 +32,10 @@ from shardwise._chips.chips import CHIPS, parse_chips
 from shardwise._compile.toolchain import installed
 from shardwise._compile.toolchain.gpu import target_config
 from shardwise._compile.toolchain.run import absent_mesh, compile_absent
-from shardwise._compile.toolchain.worker import _alive_at_peak as alive_at_peak_of
-from shardwise._compile.toolchain.worker import known_fields
-from shardwise._hlo.buffers import largest_buffers
+from shardwise._compile.toolchain.worker import known_fields, lifetimes_of
 from shardwise._hlo.flops import work_of
 from shardwise._hlo.program import parse_hlo
+from shardwise._memory import compiled_lifetimes, largest_buffers, modelled_lifetimes
 
 # --- collectives by hand, by the real compilers ---------------------------------------------------
 
@@ -248,16 +247,17 @@ def test_what_is_alive_at_the_peak_is_what_the_compiler_assigned(on, loss):
     if on == "v5e:1x1":
         total = stats["peak_memory_in_bytes"] - stats["argument_size_in_bytes"]
         total -= stats["output_size_in_bytes"] - stats["alias_size_in_bytes"]
-    assert program.alive is not None
-    assert 0.7 * total < sum(size for _, _, size in program.alive) <= total
+    assert program.lifetimes is not None
+    lifetimes = compiled_lifetimes(program.lifetimes)
+    assert 0.7 * total < lifetimes.peak()[0] <= total
     parsed = parse_hlo(program.hlo)
-    rows = largest_buffers(parsed, [], program.alive, total)
+    rows = largest_buffers(parsed, [], lifetimes, total)
     assert sum(row.total_bytes for row in rows) == total
     # What the backward pass needs of each layer is alive, and named.
     kept = [row for row in rows if f"{ROWS},{WIDE}]" in row.shape]
     assert sum(row.total_bytes for row in kept) >= (LAYERS - 2) * ROWS * WIDE * 2
     assert loss is _scanned or "test_absent.py:" in kept[0].source.place
-    modelled = largest_buffers(parsed, [], None, total)
+    modelled = largest_buffers(parsed, [], modelled_lifetimes(parsed), total)
     assert {row.label for row in modelled} == {"modelled"}
     assert sum(row.total_bytes for row in modelled) == total
 
@@ -455,5 +455,8 @@ def test_what_a_loop_carries_is_alive_while_it_runs():
         " value: <3 inner @0> (size=32,offset=64): f32[8]{0}"
     )
     ranges = "    stack{}:1-2\n    while.1{0}:2-9\n    inner{}:4-5"
-    alive = alive_at_peak_of(assignment, ranges)
-    assert [(name, size) for name, _, size in alive] == [("while.1{0}", 64), ("inner{}", 32)]
+    lifetimes = compiled_lifetimes(lifetimes_of(assignment, ranges))
+    most, place = lifetimes.peak()
+    assert most == 96
+    alive = [(value.name, value.bytes) for value in lifetimes.alive(place)]
+    assert alive == [("while.1", 64), ("inner", 32)]

@@ -127,7 +127,10 @@ WRONG = {
     "statistics in a list": lambda fields: _packed({**fields, "stats": [1]}),
     "statistics that are no numbers": lambda fields: _packed({**fields, "stats": {"a": "1"}}),
     "seconds that are none": lambda fields: _packed({**fields, "seconds": None}),
-    "buffers that are none": lambda fields: _packed({**fields, "alive": [["a", "b"]]}),
+    "lifetimes of another form": lambda fields: _packed({**fields, "lifetimes": {"values": []}}),
+    "lifetimes that are none": lambda fields: _packed(
+        {**fields, "lifetimes": {"sequence": "a", "values": [["a", "b"]]}}
+    ),
 }
 
 

@@ -77,7 +77,7 @@ def test_targets_between_slices_are_read(target, kind, pairs):
     )
     mesh = {"replica": 2, "data": 2, "fsdp": 4}
     send = module.by_name["main"]["s"]
-    size, groups, axes = collective_parts(module, "main", send, mesh, 16)
+    size, groups, axes = collective_parts(module, "main", send, mesh)
     assert groups == pairs and rendezvous(send) == "psum.7_0"
     wanted = {4: ("replica", "data"), 2: ("replica",)}[len(pairs[0])]
     assert axes == (("data",) if pairs == [[0, 4]] else wanted)

@@ -8,10 +8,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._hlo.buffers import workspace_bound
 from shardwise._hlo.flops import Work, bytes_accessed, work_of
 from shardwise._hlo.program import Shape, parse_hlo, parse_shapes
 from shardwise._hlo.traffic import by_axis, collectives, replica_groups
+from shardwise._memory.buffers import workspace_bound
 
 
 def hlo_of(function, *args, **options):

@@ -5,6 +5,7 @@ from .budget import assert_budget as assert_budget
 from .compare import CompiledDiff as CompiledDiff
 from .compare import diff as diff
 from .compilation import compile as compile
+from .compilation import host_of as host_of
 from .compilation import lowered_job as lowered_job
 from .compilation import lowered_step as lowered_step
 from .compilation import step_machine as step_machine

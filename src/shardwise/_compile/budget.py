@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._base import public, show_bytes, show_flops
-from .._hlo import OTHER, Collective
+from .._hlo import Collective
+from .._memory import OTHER
 from .._mesh import closest_axis
 from .result import Compiled, show_not_counted
 

@@ -20,17 +20,26 @@ from .._check import Findings
 from .._chips import Chips, gpu_of_kind
 from .._hlo import (
     EDGES,
+    Module,
     Reshard,
     bytes_accessed,
     collectives,
-    largest_buffers,
     parse_hlo,
     reshards,
     work_of,
-    workspace_bound,
 )
 from .._jax import module_bytes, needs_devices, opened
 from .._layout import Layout, Method, require_layout
+from .._memory import (
+    Kinds,
+    Lifetimes,
+    LiveMemory,
+    compiled_lifetimes,
+    largest_buffers,
+    live_of,
+    modelled_lifetimes,
+    workspace_bound,
+)
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
 from .._time import Calibration, Machine, load_calibration, time_of
@@ -110,7 +119,7 @@ def compile(
     if stand_in:
         hlo, noise = _structure(recipe, layout, inputs, method, show)
         program = dataclasses.replace(
-            program, hlo=hlo, alive=None, noise=f"{program.noise}\n{noise}"
+            program, hlo=hlo, lifetimes=None, noise=f"{program.noise}\n{noise}"
         )
     return _result(job, program, mesh, measured, stand_in=stand_in)
 
@@ -260,14 +269,21 @@ def _result(
     else:
         memory = _memory_in_words(job, program.refused, capacity)
     module = parse_hlo(program.hlo) if program.hlo else None
-    rows = collectives(module, dict(mesh.shape), job.paths) if module else []
+    hosts = host_of(mesh)
+    rows = collectives(module, dict(mesh.shape), job.paths, hosts) if module else []
     total = memory.temporaries if memory else None
-    buffers = largest_buffers(module, job.paths, program.alive, total) if module else []
+    lifetimes = _lifetimes(program, module) if module else None
+    buffers = largest_buffers(module, job.paths, lifetimes, total) if module and lifetimes else []
     work = work_of(module) if module else None
     machine = step_machine(mesh, calibration) if program.stats and not program.refused else None
     time = time_of(module, machine, job.paths, tokens_of(job.batch)) if module and machine else None
+    live = None
+    if module and lifetimes and memory and not stand_in:
+        code = program.stats.get("generated_code_size_in_bytes", 0) if platform == "tpu" else 0
+        live = _live(job, module, lifetimes, memory, machine, code)
     compiled = Compiled(
         time=time,
+        live=live,
         workspace_bound=workspace_bound(module) if module and platform == "gpu" else 0,
         machine=machine,
         paths=job.paths,
@@ -293,6 +309,49 @@ def _result(
     facts = Facts(job.layout, job.batch, job.accumulate, job.paths, module, moved)
     findings = Findings(tuple(compile_findings(compiled, facts)))
     return dataclasses.replace(compiled, findings=findings)
+
+
+def host_of(mesh: AnyMesh) -> list[int] | None:
+    """Returns the host (or the slice of TPUs) of each device in the mesh's order, if it is known."""
+    chips = chips_of(mesh)
+    if chips is not None:
+        hosts = chips.slices if chips.platform == "tpu" else chips.topology[0]
+        return [device * hosts // mesh.size for device in range(mesh.size)]
+    if isinstance(mesh, Mesh):
+        return [device.process_index for device in mesh.devices.flat]
+    return None
+
+
+def _lifetimes(program: Program, module: Module) -> Lifetimes:
+    """Returns when each temporary is alive: as the compiler says, if it does."""
+    if program.lifetimes is None:
+        return modelled_lifetimes(module)
+    return compiled_lifetimes(program.lifetimes)
+
+
+def _live(
+    job: Job,
+    module: Module,
+    lifetimes: Lifetimes,
+    memory: Memory,
+    machine: Machine | None,
+    code: int,
+) -> LiveMemory | None:
+    shapes = [(leaf.shape, leaf.shard_shape) for leaf in job.layout.leaves]
+    state = memory.parameters + memory.optimizer + memory.batch
+    resident = {
+        "parameters": (memory.parameters, "exact"),
+        "optimizer": (memory.optimizer, "exact"),
+        "batch": (memory.batch, "exact"),
+        "outputs and padding": (
+            max(0, memory.arguments + memory.outputs - memory.aliased - state),
+            "compiled",
+        ),
+        "code": (code, "compiled"),
+    }
+    spent = machine.spent(module) if machine is not None else None
+    kinds = Kinds.by_leaves(shapes)
+    return live_of(module, lifetimes, resident, memory.peak, job.paths, kinds, spent)
 
 
 def step_machine(mesh: AnyMesh, calibration: Calibration | None = None) -> Machine | None:

@@ -14,7 +14,6 @@ import numpy as np
 from .._base import show_bytes
 from .._check import Finding, make_finding
 from .._hlo import (
-    OTHER,
     Collective,
     Instruction,
     Module,
@@ -26,6 +25,7 @@ from .._hlo import (
     source_of,
 )
 from .._layout import Layout, stage_axes
+from .._memory import OTHER
 from .._mesh import make_spec, padded, show_mesh, show_spec
 from .._step import data_axes
 from .result import Compiled

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._base import public, show_bytes, show_devices, show_flops, text_table, write_atomically
 from .._check import Findings
-from .._hlo import Buffer, Collective, by_axis, parse_hlo
+from .._hlo import Collective, by_axis, parse_hlo
 from .._layout import Layout
+from .._memory import Buffer, LiveMemory
 from .._time import Machine, StepTime, Timeline, timeline_of
 
 if TYPE_CHECKING:
@@ -105,6 +106,8 @@ class Compiled:
         bytes_accessed: memory traffic of one device in a step (compiled); None without a program.
         findings: what only a compilation can show: SW301 to SW304.
         time: how long a step takes (modelled); None for chips without rates, or without a program.
+        live: what is alive when in a step, by owner (lifetimes compiled, seconds modelled); None
+            without a program.
         workspace_bound: how much more memory the workspaces of convolutions may take on the device,
             where their library chooses them (modelled).
         not_counted: the kernels whose flops are unknown and therefore not in `flops`, by name,
@@ -128,6 +131,7 @@ class Compiled:
     findings: Findings
     stand_in: bool = False
     time: StepTime | None = None
+    live: LiveMemory | None = None
     workspace_bound: int = 0
     not_counted: dict[str, int] = dataclasses.field(default_factory=dict)
     noise: str = dataclasses.field(default="", repr=False)
@@ -284,7 +288,7 @@ class Compiled:
             "memory": dataclasses.asdict(self.memory) if self.memory else None,
             "buffers": [dataclasses.asdict(row) for row in self.buffers],
             "collectives": [
-                {**dataclasses.asdict(row), "total_bytes": row.total_bytes}
+                {**dataclasses.asdict(row), "total_bytes": row.total_bytes, "crosses": row.crosses}
                 for row in self.collectives
             ]
             if self.has_program
@@ -300,6 +304,7 @@ class Compiled:
             "bytes_accessed": self.bytes_accessed,
             "workspace_bound": self.workspace_bound,
             "time": self.time.to_dict() if self.time is not None else None,
+            "live": self.live.to_dict() if self.live is not None else None,
             "findings": [finding.to_dict() for finding in self.findings],
             "seconds": self.seconds,
             "cached": self.cached,
@@ -378,12 +383,27 @@ def _show_memory(memory: Memory, buffers: Sequence[Buffer], stand_in: bool) -> s
     return text
 
 
+def _crossing(compiled: Compiled, axes: str, total: int) -> str:
+    """Returns how much of what is sent over some axes leaves a host or a slice, if there are several."""
+    rows = [row for row in compiled.collectives if ",".join(row.axes) == axes]
+    if not any(row.crosses for row in compiled.collectives) or not all(row.hosts for row in rows):
+        return ""
+    word = "slices" if compiled.platform == "tpu" else "hosts"
+    crossing = [row for row in rows if row.crosses]
+    if not crossing:
+        return f", inside {word}"
+    sent = sum(row.total_bytes for row in crossing)
+    part = "" if sent == total else f"{show_bytes(sent)} of it "
+    return f", {part}across {max(row.hosts for row in crossing)} {word}"
+
+
 def _show_collectives(compiled: Compiled) -> str:
     blocks = []
     for axes, kinds in compiled.by_axis.items():
         total = sum(sent for _, sent in kinds.values())
         counts = ", ".join(f"{count} {kind}" for kind, (count, _) in kinds.items())
         sent_by_each = f"{show_bytes(total)} sent by each device (modelled)"
+        sent_by_each += _crossing(compiled, axes, total)
         head = f"over {axes or 'no axis'}: {counts}; {sent_by_each}"
         rows = {}
         for row in compiled.collectives:

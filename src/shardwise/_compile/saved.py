@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from .._base import public, read_json, show_type
 from .._check import Finding, Findings
-from .._hlo import Buffer, Collective, Source
+from .._hlo import Collective, Source
+from .._memory import Buffer, LiveMemory
 from .._time import StepTime
 from .result import FORMAT, Compiled, Memory
 
@@ -73,7 +74,8 @@ def _compiled(found: Any) -> Compiled:
         "buffers": _rows(Buffer, found["buffers"], "buffers"),
         "findings": Findings(_rows(Finding, found["findings"], "findings")),
         "not_counted": found.get("not_counted", {}),
-        "time": _time(found.get("time")),
+        "time": _part(StepTime, found, "time"),
+        "live": _part(LiveMemory, found, "live"),
     }
     made = _made(Compiled, fields, "it")
     # Derived fields are saved too: if they disagree with the rest, the file was changed.
@@ -86,13 +88,13 @@ def _compiled(found: Any) -> Compiled:
     return made
 
 
-def _time(row: Any) -> StepTime | None:
-    if row is None:
+def _part(kind: Any, found: dict[str, Any], name: str) -> Any:
+    if found.get(name) is None:
         return None
     try:
-        return StepTime.from_dict(row)
+        return kind.from_dict(found[name])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"its 'time' is damaged ({error})") from error
+        raise ValueError(f"its {name!r} is damaged ({error})") from error
 
 
 def _upgraded(found: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,8 @@
-"""Reads a compiled program: its collectives, flops, buffers, and the lines they come from."""
+"""Reads a compiled program: its collectives, flops, and the lines they come from."""
 
 from .access import Access as Access
 from .access import access_of as access_of
 from .access import target_of as target_of
-from .buffers import OTHER as OTHER
-from .buffers import Buffer as Buffer
-from .buffers import largest_buffers as largest_buffers
-from .buffers import workspace_bound as workspace_bound
 from .flops import bytes_accessed as bytes_accessed
 from .flops import flops_of as flops_of
 from .flops import splash_flops as splash_flops
@@ -23,6 +19,7 @@ from .slices import between_slices as between_slices
 from .slices import rendezvous as rendezvous
 from .source import EDGES as EDGES
 from .source import Source as Source
+from .source import cause_of as cause_of
 from .source import named as named
 from .source import source_of as source_of
 from .source import user_place as user_place

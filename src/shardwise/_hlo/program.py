@@ -114,6 +114,17 @@ class Module:
         return {c: {i.name: i for i in found} for c, found in self.computations.items()}
 
     @functools.cached_property
+    def readers(self) -> dict[str, dict[str, list[Instruction]]]:
+        """The instructions of each computation that read a value, by its name."""
+        found: dict[str, dict[str, list[Instruction]]] = {}
+        for computation, instructions in self.computations.items():
+            own = found.setdefault(computation, {})
+            for instruction in instructions:
+                for name in dict.fromkeys(instruction.operands):
+                    own.setdefault(name, []).append(instruction)
+        return found
+
+    @functools.cached_property
     def callers(self) -> dict[str, tuple[str, Instruction]]:
         """For each computation, one computation that calls it, and the calling instruction."""
         return {

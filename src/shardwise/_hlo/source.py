@@ -7,10 +7,16 @@ import re
 from collections.abc import Collection, Iterator
 
 from .._base import is_ours, is_users, show_line
+from .neighbours import nearest
 from .program import Instruction, Module
 
 # Where the step begins.
 EDGES = ("Blueprint.step", "Blueprint.evaluate", "Forward.__call__")
+# JAX operations that only move values.
+_MOVERS = {
+    "squeeze", "dynamic_slice", "dynamic_update_slice", "slice", "reshape", "transpose", "while",
+    "broadcast_in_dim", "convert_element_type", "concatenate", "copy", "pad", "scan",
+}  # fmt: skip
 # How transforms and control flow wrap a scope.
 _WRAPPED = re.compile(r"^(?:jit|jvp|transpose|vmap|pmap|checkpoint|remat\d*|custom_\w+)\((.*)\)$")
 
@@ -62,6 +68,72 @@ def source_of(module: Module, instruction: Instruction, paths: Collection[str]) 
         place=user_place(module.stack(instruction)),
         backward="transpose(" in op_name,
     )
+
+
+def cause_of(
+    module: Module, computation: str, instruction: Instruction, paths: Collection[str]
+) -> Source:
+    """Returns where an instruction comes from, by what is around it if it does not say so itself.
+
+    Compilers drop lines: a gathered parameter has the parameter's name alone, and what was merged
+    from several instructions has none. The line is then that of what makes the value, or else of what
+    reads it. What has frames, but none of user code, such as an optimizer's update, has no line.
+    """
+    said = named(module, computation, instruction)
+    own = source_of(module, said, paths)
+    if own.place or (module.stack(said) and not _is_leaf(own)):
+        return own
+    near = _nearest_place(module, computation, instruction, paths)
+    if near is None:
+        return own
+    return Source(
+        op=own.op if said.op_name and not _is_leaf(own) else near.op,
+        module=own.module or near.module,
+        place=near.place,
+        backward=own.backward or near.backward,
+        leaf=own.leaf,
+    )
+
+
+def _nearest_place(
+    module: Module, computation: str, instruction: Instruction, paths: Collection[str]
+) -> Source | None:
+    first = None
+    for _, found in _around(module, computation, instruction):
+        near = source_of(module, found, paths)
+        if not near.place:
+            continue
+        # How a scan slices and stacks is less than what is in its body.
+        if near.module or near.op not in _MOVERS:
+            return near
+        first = first or near
+    return first
+
+
+def _is_leaf(source: Source) -> bool:
+    """Returns whether all that is known of an instruction is the argument that it is made from."""
+    return bool(_leaf_name(source.op))
+
+
+def _around(
+    module: Module, computation: str, instruction: Instruction
+) -> Iterator[tuple[str, Instruction]]:
+    """Yields what is inside of an instruction, what leads to it, and what becomes of it."""
+    yield from _inside(module, computation, instruction)
+    for up in (True, False):
+        for place, found in nearest(module, computation, instruction, up=up):
+            yield place, found
+            yield from _inside(module, place, found)
+
+
+def _inside(
+    module: Module, computation: str, instruction: Instruction
+) -> Iterator[tuple[str, Instruction]]:
+    """Yields the instructions of a fusion or an asynchronous computation, the last one first."""
+    if instruction.opcode in ("fusion", "fusion-start", "async-start", "call-start"):
+        for inner in instruction.called:
+            for found in reversed(module.computations.get(inner, ())):
+                yield inner, found
 
 
 def named(module: Module, computation: str, instruction: Instruction) -> Instruction:

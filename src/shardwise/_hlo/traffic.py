@@ -12,7 +12,7 @@ import numpy as np
 from .._chips import sent_bytes
 from .program import Instruction, Module, Shape
 from .slices import between_slices, slice_groups
-from .source import Source, leaf_of, named, source_of
+from .source import Source, cause_of, leaf_of
 
 # From the HLO name to the name in the cost model.
 _KINDS = {
@@ -39,6 +39,8 @@ class Collective:
         sent_bytes: bytes that one device sends each time it runs, in the ring model.
         times: how many times a step runs it.
         source: what it comes from.
+        hosts: over how many hosts (GPUs), or slices (TPUs), the devices of a group are spread; 0 if
+            it is not known.
     """
 
     kind: str
@@ -49,15 +51,24 @@ class Collective:
     sent_bytes: int
     times: int
     source: Source
+    hosts: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Bytes that one device sends in a step."""
         return self.sent_bytes * self.times
 
+    @property
+    def crosses(self) -> bool:
+        """Whether it sends anything from one host, or slice, to another."""
+        return self.hosts > 1
+
 
 def collectives(
-    module: Module, mesh: Mapping[str, int], paths: Collection[str]
+    module: Module,
+    mesh: Mapping[str, int],
+    paths: Collection[str],
+    host_of: Sequence[int] | None = None,
 ) -> list[Collective]:
     """Returns every collective of a program, asynchronous and fused ones once each.
 
@@ -65,18 +76,19 @@ def collectives(
         module: the compiled program.
         mesh: the sizes of the mesh's axes by name, in order.
         paths: the paths of the model's modules.
+        host_of: the host, or the slice, of each device in the mesh's order, if that is known.
     """
     found = []
     for computation, instruction, times in _collective_instructions(module):
         kind = _kind(module, computation, instruction)
-        members, axes = _axes(module, instruction, mesh)
+        groups, members, axes = _groups(module, instruction, mesh)
         if members == 1:
             continue  # over axes of size 1: nothing is sent
         operands = _operands(module, computation, instruction)
         if not operands:
             continue
         total = sum(shape.nbytes for shape in operands)
-        source = source_of(module, named(module, computation, instruction), paths)
+        source = cause_of(module, computation, instruction, paths)
         leaf = leaf_of(module, computation, instruction) if kind != "all-reduce" else ""
         found.append(
             Collective(
@@ -88,6 +100,7 @@ def collectives(
                 sent_bytes=sent_bytes(_KINDS[kind], total, members),
                 times=times,
                 source=dataclasses.replace(source, leaf=leaf),
+                hosts=_most_hosts(groups, host_of) if host_of is not None else 0,
             )
         )
     return found
@@ -137,23 +150,14 @@ def collective_parts(
     computation: str,
     instruction: Instruction,
     mesh: Mapping[str, int],
-    devices: int,
 ) -> tuple[int, list[list[int]], tuple[str, ...]]:
     """Returns a collective's bytes on one device, its groups of devices, and its mesh axes.
 
     The bytes are those of the larger of what it takes and what it gives.
     """
     taken = sum(shape.nbytes for shape in _operands(module, computation, instruction))
-    members, axes = _axes(module, instruction, mesh)
-    pairs = instruction.attribute("source_target_pairs")
-    if kind := between_slices(instruction):
-        groups = slice_groups(module, instruction)
-    elif pairs:
-        groups = [pair for pair in _lists(pairs) if pair[0] != pair[1]]
-    else:
-        every = module.partitions if module.partitions > 1 else devices
-        groups = replica_groups(instruction.attribute("replica_groups"), every)
-    gathers = (kind or instruction.opcode).startswith("all-gather")
+    groups, members, axes = _groups(module, instruction, mesh)
+    gathers = (between_slices(instruction) or instruction.opcode).startswith("all-gather")
     size = taken * members if gathers else taken
     return size, groups, axes
 
@@ -163,10 +167,14 @@ def _operands(module: Module, computation: str, instruction: Instruction) -> lis
     return [shape for name in instruction.operands if name in own for shape in own[name].shapes]
 
 
-def _axes(
+def _most_hosts(groups: Sequence[Sequence[int]], host_of: Sequence[int]) -> int:
+    return max((len({host_of[device] for device in group}) for group in groups), default=0)
+
+
+def _groups(
     module: Module, instruction: Instruction, mesh: Mapping[str, int]
-) -> tuple[int, tuple[str, ...]]:
-    """Returns how many devices are in a group, and the axes that the group spans."""
+) -> tuple[list[list[int]], int, tuple[str, ...]]:
+    """Returns the groups of a collective, how many devices are in one, and the axes it spans."""
     sizes = tuple(mesh.values())
     pairs = instruction.attribute("source_target_pairs")
     if between_slices(instruction):
@@ -184,7 +192,7 @@ def _axes(
     for group in groups:
         places = np.array(np.unravel_index(np.array(group), sizes))
         used |= {i for i in range(len(sizes)) if len(set(places[i].tolist())) > 1}
-    return members, tuple(name for i, name in enumerate(mesh) if i in used)
+    return groups, members, tuple(name for i, name in enumerate(mesh) if i in used)
 
 
 def replica_groups(text: str, devices: int) -> list[list[int]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax.sharding import Mesh
+
 from .._check import Finding, group_similar
-from .._compile import Compiled, Plan
+from .._compile import Compiled, Plan, host_of
 from .._layout import Layout
 from .._mesh import padded
 from .._nnx import Leaf
 from .._time import StepTime
+from .hardware import hardware_data
 from .timeline import short_op, timeline_data
 
 
@@ -34,7 +37,24 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),
         "time": _time(plan.compiled),
+        "live": _live(plan.compiled),
+        "hardware": _hardware(plan),
     }
+
+
+def _live(compiled: Compiled | None) -> dict[str, Any] | None:
+    """Returns what is alive when; None for a layout, or without a program."""
+    return compiled.live.to_dict() if compiled is not None and compiled.live is not None else None
+
+
+def _hardware(plan: Plan) -> dict[str, Any]:
+    mesh = plan.layout.mesh if plan.layout is not None else None
+    platform = plan.compiled.platform if plan.compiled is not None else ""
+    hosts = 1
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
+        hosts = len(set(host_of(mesh) or [0]))
+    return hardware_data(plan.chips, platform, plan.mesh, hosts)
 
 
 def _finding_row(group: list[Finding]) -> dict[str, Any]:
@@ -142,6 +162,7 @@ def _compiled(compiled: Compiled | None) -> dict[str, Any] | None:
                 row.source.leaf,
                 row.source.op,
                 int(row.source.backward),
+                row.hosts,
             ]
             for row in sorted(compiled.collectives, key=lambda row: -row.total_bytes)
         ],

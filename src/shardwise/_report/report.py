@@ -17,10 +17,10 @@ from .._mesh import chips_of, show_mesh
 from .data import plan_data
 
 # In the order in which they are concatenated; each uses only those before it.
-_STYLES = ("page.css",)
+_STYLES = ("page.css", "pictures.css")
 _SCRIPTS = (
-    "data.js", "lists.js", "theme.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "mesh.js", "memory.js",
-    "timeline.js", "time.js", "traffic.js", "compare.js", "main.js",
+    "data.js", "lists.js", "theme.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "hardware.js", "mesh.js",
+    "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "compare.js", "main.js",
 )  # fmt: skip
 # The page loads nothing, and the browser enforces it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -11,7 +11,7 @@ from typing import Any
 
 from .._base import public, show_seconds, text_table
 from .._chips import Chips
-from .._hlo import Module, named, source_of
+from .._hlo import Module, cause_of
 from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
 from .links import Link, gpu_seconds, slices_seconds
@@ -307,6 +307,18 @@ class Machine:
             scale=scale or (lambda price: 1.0),
         )
 
+    def spent(self, module: Module) -> dict[str, float]:
+        """Returns the seconds that a step takes for each instruction of a program, by name.
+
+        They add up to the step, but for the launch of each iteration of a loop.
+        """
+        found: dict[str, float] = defaultdict(float)
+        for s in self.throttled(module).slices:
+            found[_standing(module, s)] += (
+                s.seconds if s.stream == COMPUTE else s.exposed
+            ) * s.times
+        return dict(found)
+
     def at_least(self, seconds: float) -> float:
         """Returns the seconds of a step, or what it takes to launch one."""
         return max(seconds, self.gpu.dispatch) if self.gpu is not None else seconds
@@ -319,6 +331,12 @@ class Machine:
     @functools.cached_property
     def _torus(self) -> Any:
         return torus_of(self.chips, self.mesh)
+
+
+def _standing(module: Module, s: Slice) -> str:
+    """Returns the name of an instruction; of a collective in a fusion, that of the fusion."""
+    caller = module.callers.get(s.computation)
+    return caller[1].name if caller and caller[1].opcode == "fusion" else s.instruction.name
 
 
 def _throttled(machine: Machine, first: Schedule) -> float:
@@ -428,7 +446,7 @@ def _shares(
     for s in schedule.slices:
         key = (s.computation, s.instruction.name)
         if key not in known:
-            source = source_of(module, named(module, s.computation, s.instruction), paths)
+            source = cause_of(module, s.computation, s.instruction, paths)
             known[key] = (source.module or source.op, source.place, s.instruction.name)
         spent = (s.seconds if s.stream == COMPUTE else s.exposed) * s.times
         for name, label in zip(tables, known[key], strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -114,7 +113,6 @@ class Schedule:
         self.links: dict[tuple[str, str], tuple[Link, tuple[str, ...], int]] = {}
         self.fused: dict[str, Instruction | None] = {}
         self.chains: dict[str, dict[str, str]] = {}
-        self.devices = math.prod(self.mesh.values())
         self._run(module.entry, 1)
         self.seconds = max([self.now, *self.free.values()])
 
@@ -281,9 +279,7 @@ class Schedule:
         key = (computation, instruction.name)
         if key not in self.links:
             kind = collective_kind(self.module, computation, instruction)
-            size, groups, axes = collective_parts(
-                self.module, computation, instruction, self.mesh, self.devices
-            )
+            size, groups, axes = collective_parts(self.module, computation, instruction, self.mesh)
             if all(len(set(group)) <= 1 for group in groups) or not size:
                 self.links[key] = (Link("none", 0.0), axes, size)
             else:

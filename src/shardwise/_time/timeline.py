@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .._base import public, write_atomically
-from .._hlo import Module, named, source_of
+from .._hlo import Module, cause_of
 from .schedule import COMPUTE, Schedule
 
 
@@ -77,7 +77,7 @@ def timeline_of(module: Module, schedule: Schedule, paths: Collection[str], titl
     for s in schedule.slices:
         key = (s.computation, s.instruction.name)
         if key not in known:
-            source = source_of(module, named(module, s.computation, s.instruction), paths)
+            source = cause_of(module, s.computation, s.instruction, paths)
             known[key] = {
                 "name": s.instruction.name,
                 "op": source.op,

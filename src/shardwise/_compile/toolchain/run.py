@@ -31,9 +31,9 @@ from .installed import require_compiler, version_of
 from .noise import compiler_noise, start_backends
 from .worker import (
     Missing,
-    alive_at_peak,
     arranged,
     compiled,
+    dumped_lifetimes,
     dumped_program,
     hlo_text,
     memory_stats,
@@ -88,8 +88,8 @@ class Program:
         refused: why the compiler rejected it, in its own words, or empty.
         noise: what the compiler printed.
         seconds: how long it took.
-        alive: the temporaries alive at the memory peak, each with its value's name, type and bytes;
-            None if the compiler does not report them.
+        lifetimes: when each temporary is alive, as `dumped_lifetimes` says; None if the compiler
+            does not report it.
         cached: whether it comes from the cache.
     """
 
@@ -98,7 +98,7 @@ class Program:
     refused: str
     noise: str
     seconds: float
-    alive: list[tuple[str, str, int]] | None = None
+    lifetimes: dict[str, Any] | None = None
     cached: bool = False
 
 
@@ -128,11 +128,11 @@ def _compiled_here(lowered: Any, mesh: Mesh, options: Mapping[str, Any]) -> Prog
             if status_of(error) != "RESOURCE_EXHAUSTED":
                 raise CompileError(f"the compiler rejected the step: {_first(error)}") from error
             refused, hlo = str(error), dumped_program(dump)
-        alive = alive_at_peak(dump)
+        lifetimes = dumped_lifetimes(dump)
     if done is None:
-        return Program(hlo, {}, refused, noise(), time.monotonic() - start, alive)
+        return Program(hlo, {}, refused, noise(), time.monotonic() - start, lifetimes)
     stats = memory_stats(done)
-    return Program(hlo_text(done), stats, "", noise(), time.monotonic() - start, alive)
+    return Program(hlo_text(done), stats, "", noise(), time.monotonic() - start, lifetimes)
 
 
 def compile_absent(
@@ -193,7 +193,7 @@ def compile_absent(
             refused=result.get("error", ""),
             noise=noise,
             seconds=seconds,
-            alive=result.get("alive"),
+            lifetimes=result.get("lifetimes"),
         )
         if not (program.hlo or program.refused):
             raise CompileError(
@@ -339,7 +339,11 @@ def _first(error: Any) -> str:
 
 # The fields of a cached program; one with other names or types is from another version.
 _FIELDS = {"hlo": str, "stats": dict, "refused": str, "noise": str, "seconds": float}
-_KINDS = ({**_FIELDS, "alive": list}, {**_FIELDS, "alive": type(None)})
+_KINDS = (
+    {**_FIELDS, "lifetimes": dict},
+    {**_FIELDS, "lifetimes": type(None)},
+)
+_LIFETIME = [str, str, int, int, int, int, int]
 
 _noted: set[str] = set()  # the folders that a note was printed for
 
@@ -349,15 +353,20 @@ def _kept(key: str) -> Program | None:
     found = read_entry(cache_folder(), key)
     if found is None or {name: type(value) for name, value in found.items()} not in _KINDS:
         return None
-    stats, alive = found["stats"], found["alive"]
-    if not all(type(size) is int for size in stats.values()):
+    if not all(type(size) is int for size in found["stats"].values()):
         return None
-    if not all(
-        isinstance(row, list) and [*map(type, row)] == [str, str, int] for row in alive or ()
-    ):
+    if not _are_lifetimes(found["lifetimes"]):
         return None
     # A compiler always returns a program or an error.
     return Program(**found, cached=True) if found["hlo"] or found["refused"] else None
+
+
+def _are_lifetimes(found: dict[str, Any] | None) -> bool:
+    if found is None:
+        return True
+    if {name: type(value) for name, value in found.items()} != {"sequence": str, "values": list}:
+        return False
+    return all(isinstance(row, list) and [*map(type, row)] == _LIFETIME for row in found["values"])
 
 
 def _keep(key: str, program: Program, show: bool) -> None:

@@ -82,9 +82,13 @@ def _result(request: dict[str, Any], folder: str) -> dict[str, Any]:
         program = dumped_program(dump)
         if program:
             Path(folder, "hlo.txt").write_text(program)
-        return {"error": str(error), "status": status_of(error), "alive": alive_at_peak(dump)}
+        return {
+            "error": str(error),
+            "status": status_of(error),
+            "lifetimes": dumped_lifetimes(dump),
+        }
     Path(folder, "hlo.txt").write_text(hlo_text(done))
-    return {"memory": memory_stats(done), "alive": alive_at_peak(dump)}
+    return {"memory": memory_stats(done), "lifetimes": dumped_lifetimes(dump)}
 
 
 def status_of(error: BaseException) -> str:
@@ -127,19 +131,21 @@ def dumped_program(folder: Path) -> str:
         return ""
 
 
-def alive_at_peak(folder: Path) -> list[tuple[str, str, int]] | None:
-    """Returns the temporaries in a device's main memory at its peak.
+def dumped_lifetimes(folder: Path) -> dict[str, Any] | None:
+    """Returns when each temporary in a device's main memory is alive.
 
-    Each has the name of its value, `fusion.3{1}`, its type and its bytes; no two overlap. None if
-    the compiler did not dump its buffers.
+    `sequence` has the names of instructions in the order in which they run, one to a line, with what
+    they call before them. `values` has a row for each temporary: its name, `fusion.3{1}`, its type
+    and bytes, the first and the last place of the sequence at which it is alive, its allocation, and
+    its offset there. None if the compiler did not dump its buffers.
 
     Args:
         folder: the compiler's dump; it is removed.
     """
     try:
-        (assignment,) = folder.glob("*-buffer-assignment.txt")
-        ranges = folder / assignment.name.replace("-buffer-assignment.txt", "-live-range.txt")
-        return _alive_at_peak(assignment.read_text(), ranges.read_text())
+        (path,) = folder.glob("*-buffer-assignment.txt")
+        ranges = folder / path.name.replace("-buffer-assignment.txt", "-live-range.txt")
+        return lifetimes_of(path.read_text(), ranges.read_text())
     except (OSError, ValueError):
         return None
     finally:
@@ -149,14 +155,19 @@ def alive_at_peak(folder: Path) -> list[tuple[str, str, int]] | None:
 # A value that a loop carries is a "phi": without these, what only a loop's body reads seems freed.
 _VALUE = re.compile(r" value: <\d+ (\S+)(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\): (.*)")
 _RANGE = re.compile(r"    (\S+):(\d+)-(\d+)")
+_SEQUENCE = re.compile(r"^    \d+:(\S+)$", re.M)
 
 
-def _alive_at_peak(assignment: str, ranges: str) -> list[tuple[str, str, int]]:
+def lifetimes_of(assignment: str, ranges: str) -> dict[str, Any]:
+    """Returns the lifetimes that two files of a dump have.
+
+    Raises:
+        ValueError: there are none, or none of a temporary.
+    """
     living = {m[1]: (int(m[2]), int(m[3])) for m in map(_RANGE.fullmatch, ranges.split("\n")) if m}
     if not living:
         raise ValueError("no live ranges")
-    # By when they are alive: allocation, offset, size, name and type.
-    values: list[tuple[int, int, tuple[int, int, int, str, str]]] = []
+    values: list[list[Any]] = []
     allocation, temporary = 0, False
     for line in assignment.split("\n"):
         if line.startswith("allocation "):
@@ -167,42 +178,9 @@ def _alive_at_peak(assignment: str, ranges: str) -> list[tuple[str, str, int]]:
             name = value[1] if value[1].endswith("}") else value[1] + "{}"
             if name not in living:
                 raise ValueError(f"no live range of {name}")
-            held = (allocation, int(value[3]), int(value[2]), name, value[4])
-            values.append((*living[name], held))
-    best: tuple[int, list[Any]] = (0, [])
-    for most, moment in _fullest(values):
-        if most <= best[0]:
-            break  # excluding overlaps can only lower the total
-        apart = _apart([held for start, end, held in values if start <= moment <= end])
-        total = sum(held[2] for held in apart)
-        if total > best[0]:
-            best = (total, apart)
-    return [(name, kind, size) for _, _, size, name, kind in best[1]]
-
-
-def _fullest(values: list[tuple[int, int, Any]]) -> list[tuple[int, int]]:
-    """Returns the bytes alive at each moment when something begins, with its moment, largest first."""
-    changes: list[tuple[int, int, int]] = []
-    for start, end, held in values:
-        changes += [(start, 0, held[2]), (end, 1, -held[2])]
-    now, found = 0, {}
-    for moment, _, change in sorted(changes):
-        now += change
-        if change > 0:
-            found[moment] = now
-    return sorted(((now, moment) for moment, now in found.items()), reverse=True)
-
-
-def _apart(alive: list[tuple[int, int, int, str, str]]) -> list[tuple[int, int, int, str, str]]:
-    """Returns values that do not overlap: of those that share bytes, the largest."""
-    kept: list[tuple[int, int, int, str, str]] = []
-    ends: dict[int, int] = {}
-    for held in sorted(alive, key=lambda held: (held[0], held[1], -held[2])):
-        allocation, offset, size = held[:3]
-        if offset >= ends.get(allocation, 0):
-            kept.append(held)
-            ends[allocation] = offset + size
-    return kept
+            size, offset = int(value[2]), int(value[3])
+            values.append([name, value[4], size, *living[name], allocation, offset])
+    return {"sequence": "\n".join(_SEQUENCE.findall(ranges)), "values": values}
 
 
 def topology_devices(request: dict[str, Any]) -> list[Any]:

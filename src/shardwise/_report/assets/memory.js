@@ -31,7 +31,7 @@ function memoryBar(side, most) {
   ]);
   rows.push([make("b", {}, whole ? "peak" : "total"), make("b", {}, showBytes(used)), capacity ? showShare(used, capacity) : "", whole ? "compiled" : "exact"]);
   if (capacity) rows.push(["capacity", showBytes(capacity), "", ""]);
-  return make("div", {}, bar, make("div", { class: "columns" },
+  return make("div", {}, bar, side.live ? liveSection(side) : null, make("div", { class: "live-parts" },
     table(["", "bytes", capacity ? "of the device" : "share", ""], rows, { right: [1, 2], label: "Memory of one device" }),
     largestBuffers(side)));
 }
@@ -46,7 +46,8 @@ function showMemory(element, sides) {
 
 function largestBuffers(side) {
   if (!side.compiled || !side.compiled.buffers.length) return null;
-  return make("details", { open: true }, make("summary", {}, "Largest temporaries at the peak (sizes compiled, lifetimes modelled)"),
+  const label = side.live ? side.live.label : "sizes compiled, lifetimes modelled";
+  return make("details", { open: true, class: "buffers" }, make("summary", {}, `Largest temporaries at the peak (${label})`),
     table(["shape", "", "bytes", "line", "module", "op"], side.compiled.buffers.map(([shape, count, bytes, place, module, op]) =>
       [shape, count > 1 ? `×${count}` : "", showBytes(bytes), place, module, short(op)]), { right: [2], label: "Largest temporaries" }));
 }

@@ -1,6 +1,6 @@
 // Collectives: by axis, by source line, or one by one; sorted by the bytes that a device sends.
 
-const COLLECTIVE = ["kind", "axes", "shape", "times", "bytes", "place", "module", "leaf", "op", "backward"];
+const COLLECTIVE = ["kind", "axes", "shape", "times", "bytes", "place", "module", "leaf", "op", "backward", "hosts"];
 
 function collectivesOf(side) {
   if (!side.compiled) return [];
@@ -21,21 +21,23 @@ function summed(rows, keyOf) {
 
 const over = (row) => row.axes.join(", ") || "no axis";
 const lineOf = (row) => row.place || "unknown line";
+// Which collectives leave a host, or a slice: said wherever there are several.
+const hasReach = (rows) => rows.some((row) => row.hosts > 1);
 
 const TRAFFIC_VIEWS = {
   "by axis": {
-    header: ["over", "kind", "times", "bytes", ""],
-    rows: (rows) => summed(rows, (row) => `${over(row)}|${row.kind}`).map((row) => [over(row), row.kind, row]),
+    header: ["over", "kind", "reach", "times", "bytes", ""],
+    rows: (rows, reach) => summed(rows, (row) => `${over(row)}|${row.kind}|${row.hosts}`).map((row) => [over(row), row.kind, reach(row), row]),
   },
   "by line": {
-    header: ["line", "module", "kind", "over", "times", "bytes", ""],
-    rows: (rows) => summed(rows, (row) => [row.place, row.module, row.kind, over(row)].join("|"))
-      .map((row) => [lineOf(row), row.module, row.kind, over(row), row]),
+    header: ["line", "module", "kind", "over", "reach", "times", "bytes", ""],
+    rows: (rows, reach) => summed(rows, (row) => [row.place, row.module, row.kind, over(row), row.hosts].join("|"))
+      .map((row) => [lineOf(row), row.module, row.kind, over(row), reach(row), row]),
   },
   each: {
-    header: ["kind", "over", "shape", "pass", "leaf or op", "module", "line", "times", "bytes", ""],
-    rows: (rows) => summed(rows, (row) => [row.kind, row.axes, row.shape, row.backward, row.leaf, row.op, row.module, row.place].join("|"))
-      .map((row) => [row.kind, over(row), row.shape, row.backward ? "backward" : "forward", row.leaf || short(row.op), row.module, lineOf(row), row]),
+    header: ["kind", "over", "reach", "shape", "pass", "leaf or op", "module", "line", "times", "bytes", ""],
+    rows: (rows, reach) => summed(rows, (row) => [row.kind, row.axes, row.hosts, row.shape, row.backward, row.leaf, row.op, row.module, row.place].join("|"))
+      .map((row) => [row.kind, over(row), reach(row), row.shape, row.backward ? "backward" : "forward", row.leaf || short(row.op), row.module, lineOf(row), row]),
   },
 };
 
@@ -54,8 +56,12 @@ function showTraffic(element, side) {
   const work = side.compiled.flops === null ? "" : `${showFlops(side.compiled.flops)} and ${showBytes(side.compiled.bytes_accessed)} of memory traffic on each device in a step (compiled)${missing && `; flops not counted: ${missing}`}`;
   const place = make("div", {});
   const show = (name) => {
-    const { header, rows: rowsOf } = TRAFFIC_VIEWS[name];
-    const shown = rowsOf(rows);
+    const { header: full, rows: rowsOf } = TRAFFIC_VIEWS[name];
+    const at = full.indexOf("reach");
+    const told = (list) => (hasReach(rows) ? list : list.filter((_, i) => i !== at));
+    const header = told(full);
+    const reach = (row) => (row.hosts > 1 ? make("span", { class: "crossing" }, reachOf(side, row)) : reachOf(side, row));
+    const shown = rowsOf(rows, reach).map(told);
     const most = Math.max(1, ...shown.map((row) => row[row.length - 1].bytes));
     const cells = shown.slice(0, 500).map((row) => {
       const sum = row[row.length - 1];
