@@ -103,7 +103,10 @@ def test_which_value_of_a_tuple_is_not_guessed():
     assert cause_of(parsed, "main", parsed.by_name["main"]["init"], []).place == ""
 
 
-@pytest.mark.parametrize("case", [("scanned", "gpu"), ("scanned", "tpu"), ("unrolled", "gpu")])
+CASES = [("scanned", "gpu"), ("scanned", "tpu"), ("unrolled", "gpu")]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_every_collective_of_a_decoder_has_a_line(case):
     compiled, _ = absent_steps.compiled(*case)
     sent = sum(row.total_bytes for row in compiled.collectives)

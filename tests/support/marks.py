@@ -40,6 +40,11 @@ ONCE = {
         "test_a_lesson_passes",
     ),
     "learn/test_learn.py": ("test_blocks_print_what_they_show[training]",),
+    "memory/test_live.py": (
+        "test_the_fullest_moment_is_the_peak_that_the_compiler_reports[scanned-gpu]",
+        "test_lifetimes_by_the_order_of_a_program",
+        "test_kinds_by_the_shapes_of_leaves",
+    ),
     # Both run the tests that it repeats, with the flags of all tests.
     "package/test_usual_flags.py": ("test_no_page_claims_more",),
     "package/test_readme.py": ("test_both_sides_of_the_diff_place_the_same_kernels",),
@@ -55,6 +60,7 @@ ONCE = {
     "processes/test_elastic.py": ("test_wrong_inputs",),
     "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
     "report/test_report.py": ("test_the_command",),
+    "report/test_report_pictures.py": (),
     # The other Python asks the same answers without a browser: studio/test_state.py.
     "studio/test_studio.py": ("test_without_its_libraries_it_says_what_to_install",),
 }
@@ -64,6 +70,7 @@ ONCE = {
 # the same, and the other cases are about our arithmetic. Each test with its cases that every Python
 # runs; without any, another test of the file runs the same code on every Python.
 SWEEPS = {
+    "hlo/test_lines.py": {"test_every_collective_of_a_decoder_has_a_line": ("scanned-gpu",)},
     "check/test_codes.py": {
         "test_page_runs": ("SW101", "SW104", "SW107", "SW202", "SW302", "SW403", "SW501"),
     },
@@ -229,6 +236,7 @@ NOT_FAST = {
     "search",
     "checkpoint",
     "learn",
+    "memory",
     "models",
     "parallel",
     "place",

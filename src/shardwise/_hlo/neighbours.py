@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from .program import Instruction, Module
 
 Place = tuple[str, Instruction]
+# A computation, an instruction of it, and which element of its tuple is meant.
+_Element = tuple[str, Instruction, int | None]
 # How many instructions a search looks at: what is further away has little to do with it.
 MOST = 48
 
@@ -17,8 +19,8 @@ def nearest(
 ) -> Iterator[Place]:
     """Yields what leads to a value (`up`) or what becomes of it, nearest first, without itself."""
     step = _sources if up else _readers
-    seen = {(computation, instruction.name, None)}
-    todo = [(computation, instruction, None)]
+    seen: set[tuple[str, str, int | None]] = {(computation, instruction.name, None)}
+    todo: list[_Element] = [(computation, instruction, None)]
     for _ in range(MOST):
         if not todo:
             return
@@ -30,10 +32,6 @@ def nearest(
             if key not in seen:
                 seen.add(key)
                 todo.append(found)
-
-
-# A computation, an instruction of it, and which element of its tuple is meant.
-_Element = tuple[str, Instruction, int | None]
 
 
 def _sources(

@@ -81,10 +81,12 @@ def cause_of(
     """
     said = named(module, computation, instruction)
     own = source_of(module, said, paths)
-    if own.place or (module.stack(said) and not _is_leaf(own)):
+    # How a scan slices and stacks, at the scan's line, is less than what is in its body.
+    vague = not own.module and own.op in _MOVERS
+    if not vague and (own.place or (module.stack(said) and not _is_leaf(own))):
         return own
     near = _nearest_place(module, computation, instruction, paths)
-    if near is None:
+    if near is None or (own.place and not near.module):
         return own
     return Source(
         op=own.op if said.op_name and not _is_leaf(own) else near.op,
@@ -103,7 +105,6 @@ def _nearest_place(
         near = source_of(module, found, paths)
         if not near.place:
             continue
-        # How a scan slices and stacks is less than what is in its body.
         if near.module or near.op not in _MOVERS:
             return near
         first = first or near

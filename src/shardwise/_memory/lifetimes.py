@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -146,13 +146,14 @@ def _run(
 ) -> None:
     found = module.computations.get(computation, [])
     own = module.by_name.get(computation, {})
-    arrays = {i.name: [] if i.name in carried else _allocated(module, i) for i in found}
+    elsewhere = set(carried)
     # Results of the program have memory of their own.
     if found and computation == module.entry:
         root = found[-1]
-        for name in root.operands if root.opcode == "tuple" else (root.name,):
-            arrays[name] = []
-    owners = _owners(found, own, arrays)
+        elsewhere.update(root.operands if root.opcode == "tuple" else (root.name,))
+    arrays = {i.name: [] if i.name in elsewhere else _allocated(module, i) for i in found}
+    placed = {i.name for i in found if i.name in elsewhere and _allocated(module, i)}
+    owners = _owners(found, own, arrays, placed)
     first, last = {}, {}
     for i in found:
         if i.opcode in _CALLS:
@@ -231,12 +232,13 @@ def _owners(
     found: list[Instruction],
     own: dict[str, Instruction],
     arrays: Mapping[str, list[tuple[int, Shape]]],
+    placed: Collection[str],
 ) -> dict[str, set[str]]:
-    """Returns for each name the instructions whose buffers it refers to."""
+    """Returns for each name the instructions whose buffers it refers to; those placed have their own."""
     owners: dict[str, set[str]] = {}
     for instruction in found:
-        if arrays[instruction.name]:
-            owners[instruction.name] = {instruction.name}
+        if arrays[instruction.name] or instruction.name in placed:
+            owners[instruction.name] = {instruction.name} - set(placed)
             continue
         passed: set[str] = set()
         for name in instruction.operands:

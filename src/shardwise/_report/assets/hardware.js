@@ -5,6 +5,11 @@ const MOST_DRAWN = 1024;
 
 // What each set of mesh axes carries in a step: bytes that one device sends, and how far they go.
 function axisTraffic(side) {
+  if (!side.traffic) side.traffic = readTraffic(side);
+  return side.traffic;
+}
+
+function readTraffic(side) {
   const found = new Map();
   side.axes.forEach((axis, i) => { if (side.sizes[i] > 1) found.set(axis, { name: axis, axes: [i], bytes: 0, crossing: 0, kinds: new Map(), hosts: 0 }); });
   for (const row of collectivesOf(side)) {
@@ -34,6 +39,12 @@ function groupOfAxes(side, device, axes) {
     found = found.flatMap((one) => Array.from({ length: side.sizes[axis] }, (_, i) => one + (i - at[axis]) * stride));
   }
   return found.sort((a, b) => a - b);
+}
+
+// The first of them: a group's number.
+function firstOfGroup(side, device, axes) {
+  const at = coordinates(side, device);
+  return axes.reduce((first, axis) => first - at[axis] * side.sizes.slice(axis + 1).reduce((a, b) => a * b, 1), device);
 }
 
 const boxOf = (side, device) => Math.floor(device / side.hardware.local);
@@ -309,7 +320,7 @@ class Wiring {
       cell.style.setProperty("--mate", mates.get(i) || "");
       let fill = "";
       if (lit) {
-        const [first] = groupOfAxes(side, device, lit.axes);
+        const first = firstOfGroup(side, device, lit.axes);
         if (!groups.has(first)) groups.set(first, groups.size);
         fill = `color-mix(in oklab, hsl(${(groups.get(first) * 137.5) % 360} 65% 55%) 42%, var(--cell, #dfe5ea))`;
       }

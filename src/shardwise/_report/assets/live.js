@@ -166,11 +166,16 @@ class LiveView {
     if (near) {
       parts.push(make("line", { class: "live-capacity", x1: LIVE_EDGE.left, x2: right, y1: y(capacity), y2: y(capacity) }));
     }
-    if (capacity) parts.push(make("text", { class: "live-capacity-name", x: right, y: near && y(capacity) > 26 ? y(capacity) - 5 : 12, "text-anchor": "end" }, `capacity ${showBytes(capacity)}${near ? "" : " ↑"}`));
     const at = (edges[live.peak] + edges[live.peak + 1]) / 2;
+    const away = near && at > (LIVE_EDGE.left + right) / 2;
+    if (capacity) {
+      parts.push(make("text", {
+        class: "live-capacity-name", x: away ? LIVE_EDGE.left + 4 : right, y: near ? y(capacity) - 5 : 12, "text-anchor": away ? "start" : "end",
+      }, `capacity ${showBytes(capacity)}${near ? "" : " ↑"}`));
+    }
     parts.push(make("line", { class: "live-peak", x1: at, x2: at, y1: 18, y2: bottom }));
     const flip = at > width * 0.6;
-    parts.push(make("text", { class: "live-peak-name", x: at + (flip ? -5 : 5), y: near && y(capacity) < 34 ? 34 : 24, "text-anchor": flip ? "end" : "start" }, `peak ${showBytes(peak)}`));
+    parts.push(make("text", { class: "live-peak-name", x: at + (flip ? -5 : 5), y: 24, "text-anchor": flip ? "end" : "start" }, `peak ${showBytes(peak)}`));
     this.cursor = make("g", { class: "live-cursor" }, make("line", { y1: LIVE_EDGE.top, y2: bottom }), make("circle", { r: 4 }));
     this.y = y;
     parts.push(this.cursor);
