@@ -182,7 +182,7 @@ def test_a_reload_keeps_what_was_chosen(shared):
     assert top < 300
     # Back goes to where one was; a bare word is a section.
     page.go_back()
-    assert "at=" not in page.url
+    assert "at=traffic" not in page.url and page.inner_text("#leaf-title") == before["leaf"]
     page = shared(fragment="#mesh")
     assert section_in_view(page) == "Mesh"
 

@@ -22,8 +22,8 @@ class Treemap {
     this.box = make("div", { class: "map-box" }, this.canvas, this.glow, this.spot);
     element.replaceChildren(this.crumbs, this.box, this.status);
     const { canvas } = this;
-    canvas.addEventListener("mousemove", (event) => this.hover(this.find(event)));
-    canvas.addEventListener("mouseleave", () => this.hover(null));
+    canvas.addEventListener("pointermove", (event) => this.hover(this.find(event)));
+    canvas.addEventListener("pointerleave", () => this.hover(null));
     canvas.addEventListener("click", (event) => { const area = this.find(event); if (area) this.act(area.view); });
     canvas.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.box);
