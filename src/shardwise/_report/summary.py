@@ -8,7 +8,8 @@ from typing import Any
 
 from .._base import show_bytes, show_seconds
 from .._check import group_similar
-from .._compile import Plan
+from .._compile import Part, Plan
+from .._layout import Layout
 from .._mesh import spec_axes
 from .._nnx import Leaf, array_bytes
 
@@ -27,13 +28,14 @@ def summary_data(plan: Plan, ask: str = "") -> dict[str, Any]:
         ask: the command, or the call, that compiles it; or nothing.
     """
     wasted = _wasted(plan)
+    parts = plan.parts
     return {
         "fits": plan.fits,
         "errors": len(plan.findings.errors),
         "problem": plan.problem,
         "ask": ask if plan.compiled is None and not plan.findings.errors else "",
-        "facts": _facts(plan, wasted),
-        "advice": _advice(plan, wasted, ask)[:_MOST_ADVICE],
+        "facts": _facts(plan, parts, wasted),
+        "advice": _advice(plan, parts, wasted, ask)[:_MOST_ADVICE],
     }
 
 
@@ -66,13 +68,15 @@ def _fact(name: str, value: str, text: str, label: str, **to: str) -> dict[str, 
     return {"name": name, "value": value, "text": text, "label": label, "to": to}
 
 
-def _facts(plan: Plan, wasted: list[tuple[int, Leaf]]) -> list[dict[str, Any]]:
+def _facts(
+    plan: Plan, parts: Sequence[Part], wasted: list[tuple[int, Leaf]]
+) -> list[dict[str, Any]]:
     """Returns the largest of everything, each with the section that has the rest."""
     facts = []
     compiled = plan.compiled
-    if len(plan.parts) > 1:
-        part = max(plan.parts, key=lambda part: part.bytes)
-        total = sum(part.bytes for part in plan.parts)
+    if len(parts) > 1:
+        part = max(parts, key=lambda part: part.bytes)
+        total = sum(part.bytes for part in parts)
         text = f"{part.name}, {_share(part.bytes, total)} of what is known"
         if compiled is not None:
             text = f"{part.name}, {_share(part.bytes, total)} of the peak"
@@ -86,7 +90,7 @@ def _facts(plan: Plan, wasted: list[tuple[int, Leaf]]) -> list[dict[str, Any]]:
     if plan.layout is not None and plan.layout.leaves:
         if compiled is None:
             facts.append(_largest_leaf(plan.layout.leaves))
-        facts.append(_waste_fact(plan, wasted))
+        facts.append(_waste_fact(plan.layout, wasted))
     if compiled is not None and compiled.collectives:
         sent: dict[str, int] = defaultdict(int)
         for row in compiled.collectives:
@@ -113,13 +117,12 @@ def _largest_leaf(leaves: Sequence[Leaf]) -> dict[str, Any]:
     return _fact("Largest leaf on a device", value, text, "exact", leaf=leaf.path)
 
 
-def _waste_fact(plan: Plan, wasted: list[tuple[int, Leaf]]) -> dict[str, Any]:
-    assert plan.layout is not None
+def _waste_fact(layout: Layout, wasted: list[tuple[int, Leaf]]) -> dict[str, Any]:
     if not wasted:
-        text = "no leaf could be split further" if plan.layout.mesh.size > 1 else "one device"
+        text = "no leaf could be split further" if layout.mesh.size > 1 else "one device"
         return _fact("Largest waste", "None", text, "exact", at="model")
     total = sum(saved for saved, _ in wasted)
-    held = plan.layout.bytes_per_device
+    held = layout.bytes_per_device
     saved, leaf = wasted[0]
     text = (
         f"replicated that could be split: {_share(total, held)} of a device's parameters; "
@@ -133,14 +136,16 @@ def _share(part: float, whole: float) -> str:
     return f"{share:.0f}%" if share >= 9.95 else f"{share:.1f}%" if share >= 0.05 else "under 0.1%"
 
 
-def _advice(plan: Plan, wasted: list[tuple[int, Leaf]], ask: str) -> list[dict[str, Any]]:
+def _advice(
+    plan: Plan, parts: Sequence[Part], wasted: list[tuple[int, Leaf]], ask: str
+) -> list[dict[str, Any]]:
     """Returns what to do, the most urgent first; each entry follows from a number or a finding."""
-    found = [*_wrong(plan), *_too_large(plan, wasted)]
+    found = [*_wrong(plan), *_too_large(plan, parts, wasted)]
     if plan.findings.errors:
         return found
     if plan.compiled is None:
         found.append(_unknown(plan, ask))
-    found += [*_slow(plan), *_free(plan)]
+    found += [*_slow(plan), *_free(plan, parts)]
     return found
 
 
@@ -169,11 +174,13 @@ def _wrong(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _too_large(plan: Plan, wasted: list[tuple[int, Leaf]]) -> list[dict[str, Any]]:
+def _too_large(
+    plan: Plan, parts: Sequence[Part], wasted: list[tuple[int, Leaf]]
+) -> list[dict[str, Any]]:
     total = sum(saved for saved, _ in wasted)
     if not wasted or plan.layout is None:
         return []
-    held = sum(part.bytes for part in plan.parts) or 1
+    held = sum(part.bytes for part in parts) or 1
     limit = plan.capacity or held
     if total < _LARGE_WASTE * limit:
         return []
@@ -221,10 +228,10 @@ def _slow(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def _free(plan: Plan) -> list[dict[str, Any]]:
+def _free(plan: Plan, parts: Sequence[Part]) -> list[dict[str, Any]]:
     if plan.compiled is None or not plan.fits or not plan.capacity:
         return []
-    free = plan.capacity - sum(part.bytes for part in plan.parts)
+    free = plan.capacity - sum(part.bytes for part in parts)
     if free < _MUCH_FREE * plan.capacity:
         return []
     text = f"free on each device, {_share(free, plan.capacity)}: room for a larger batch, or less remat"

@@ -55,7 +55,7 @@ function showDifferences(element, sides, { leaf, view }) {
   const missing = (id, title, why) => card(`compare-${id}`, title, { big: "Not known", lines: [why] });
   const unknown = (what) => `${what} is known of ${one.compiled && !two.compiled ? "A alone: B is" : two.compiled && !one.compiled ? "B alone: A is" : "neither: they are"} not compiled${one.compiled && two.compiled ? " for GPUs or TPUs" : ""}.`;
   const cards = [
-    compareCard(row("memory"), "Memory of one device", [one.memory.whole === two.memory.whole ? `${row("memory").name}; ${fitWord(one) === fitWord(two) ? `both: ${fitWord(one)}` : `A ${fitWord(one)}, B ${fitWord(two)}`}` : `Only ${row("memory").name}, since one is not compiled.`]),
+    compareCard(row("memory"), "Memory of one device", [one.memory.whole === two.memory.whole ? `${row("memory").name}; A: ${fitWord(one)}, B: ${fitWord(two)}` : `Only ${row("memory").name}, since one is not compiled.`]),
     row("time") ? compareCard(row("time"), "Time of one step", [`${signedSeconds(two.time.seconds - one.time.seconds)}; A is bound by ${one.time.bound}, B by ${two.time.bound}`]) : missing("time", "Time of one step", unknown("The time of a step")),
     row("traffic") ? compareCard(row("traffic"), "Traffic", [`${signed(row("traffic").b - row("traffic").a)} sent by each device in a step`]) : missing("traffic", "Traffic", unknown("What devices send")),
     compareCard(row("findings"), "Findings", [`A: ${findingsTitle(one).replace("Findings: ", "").toLowerCase()}; B: ${findingsTitle(two).replace("Findings: ", "").toLowerCase()}`]),

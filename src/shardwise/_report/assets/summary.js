@@ -84,6 +84,6 @@ function factRow(side, go) {
   const { facts } = side.summary;
   if (!facts.length) return "";
   return make("dl", { class: "facts", "aria-label": "The largest of everything" }, facts.map((fact) => make("div", { class: "fact" },
-    make("dt", {}, fact.name, " ", labelOf(fact.label)),
-    make("dd", {}, make("button", { type: "button", class: "link", onclick: () => go(fact.to) }, fact.value), make("span", {}, fact.text)))));
+    make("dt", {}, fact.name),
+    make("dd", {}, make("button", { type: "button", class: "link", onclick: () => go(fact.to) }, fact.value), " ", labelOf(fact.label), make("p", {}, fact.text)))));
 }

@@ -22,8 +22,8 @@ class Treemap {
     this.box = make("div", { class: "map-box" }, this.canvas, this.glow, this.spot);
     element.replaceChildren(this.crumbs, this.box, this.status);
     const { canvas } = this;
-    canvas.addEventListener("mousemove", (event) => this.hover(this.find(event)));
-    canvas.addEventListener("mouseleave", () => this.hover(null));
+    canvas.addEventListener("pointermove", (event) => this.hover(this.find(event)));
+    canvas.addEventListener("pointerleave", () => this.hover(null));
     canvas.addEventListener("click", (event) => { const area = this.find(event); if (area) this.act(area.view); });
     canvas.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.draw()).observe(this.box);
@@ -41,8 +41,8 @@ class Treemap {
     for (let one = this.root; one; one = one.parent) {
       const target = one;
       const text = one.label || "the model";
-      crumbs.unshift(one === this.root ? make("b", { "aria-current": "true" }, text)
-        : make("button", { type: "button", class: "link", onclick: () => { this.zoom(target); this.model.zoom(target, "map"); } }, text), one.parent ? " › " : "");
+      crumbs.unshift(one.parent ? " › " : "", one === this.root ? make("b", { "aria-current": "true" }, text)
+        : make("button", { type: "button", class: "link", onclick: () => { this.zoom(target); this.model.zoom(target, "map"); } }, text));
     }
     crumbs.push(make("span", { class: "faint" }, ` ${showBytes(Math.max(0, this.model.weigh(this.root)))} on each device${this.model.found ? ", what is found" : ""}`));
     this.crumbs.replaceChildren(...crumbs);
@@ -61,6 +61,7 @@ class Treemap {
     pen.textBaseline = "top";
     this.colours = Object.fromEntries(["paper", "ink", "faint", "line", "soft", "cell", "whole", "error"].map((name) => [name, colourOf(`--${name}`)]));
     this.axes = this.side.axes.map((_, axis) => colourOf(axisColour(axis)));
+    this.byName = new Map(this.side.groups.map((group) => [group.name, group]));
     this.areas = [];
     this.heads = [];
     this.rects = new Map();
@@ -97,7 +98,8 @@ class Treemap {
 
   fill({ view, x, y, w, h }) {
     const { pen, colours } = this;
-    const leaf = view.leaf || mostOf(view);
+    if (!view.leaf) { this.fillModule(view, x, y, w, h); return; }
+    const { leaf } = view;
     const tint = (colour) => mixed(colour, colours.paper, 0.36);
     const { rows, columns } = leaf.faults.length ? { rows: [], columns: [] } : splitting(leaf, this.side);
     const used = [...rows, ...columns].map((axis) => this.axes[axis]);
@@ -121,6 +123,24 @@ class Treemap {
       rows.forEach((axis, i) => { pen.fillStyle = this.axes[axis]; pen.fillRect(x, y + top + (i * (h - top)) / rows.length, edge, (h - top) / rows.length); });
     }
     this.write(view, x + edge, y + edge, w - edge, h - edge);
+  }
+
+  // Leaves too small to be drawn: how much of them is split over what.
+  fillModule(view, x, y, w, h) {
+    const { pen, colours } = this;
+    [x, y, w, h] = [x + 0.5, y + 0.5, w - 1, h - 1];
+    if (w <= 0 || h <= 0) return;
+    const groups = [...view.node.groups].sort((a, b) => b[1] - a[1]);
+    let at = x;
+    for (const [name, held] of groups) {
+      const wide = (w * held) / (view.node.held || 1);
+      const axes = this.byName.get(name).axes.map((axis) => mixed(this.axes[axis], colours.paper, 0.36));
+      pen.fillStyle = name === "error" ? mixed(colours.error, colours.paper, 0.36) : colours.cell;
+      if (!axes.length) pen.fillRect(at, y, wide, h);
+      axes.forEach((colour, i) => { pen.fillStyle = colour; pen.fillRect(at, y + (i * h) / axes.length, wide, h / axes.length); });
+      at += wide;
+    }
+    this.write(view, x, y, w, h);
   }
 
   hatch(x, y, w, h) {
@@ -296,8 +316,6 @@ class Treemap {
     event.preventDefault();
   }
 }
-
-const mostOf = (view) => leavesIn(view).reduce((most, leaf) => (leaf.held > most.held ? leaf : most));
 
 function worstRatio(first, last, sum, side) {
   const square = (sum / side) ** 2;
