@@ -16,6 +16,7 @@ loss was survived. `faults.py` does the same in short runs.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -146,8 +147,6 @@ def kill(run, kills, silent, rng, pause=6.0):
 
 def losses_of(directory):
     """Returns the loss of each step, and which steps have none."""
-    import json
-
     with (directory / "logs/metrics.jsonl").open() as lines:
         losses = {row["step"]: row["loss"] for row in map(json.loads, lines)}
     return losses, sorted(set(range(1, max(losses) + 1)) - set(losses))
@@ -170,7 +169,7 @@ def broken(rng, folder, kills):
         wrong = run.end()
     finally:
         run.process.kill()
-    most = 2 * elastic_script().COPIES - 1
+    most = 2 * elastic_reference.script().COPIES - 1
     if not wrong:
         losses, missing = losses_of(folder / "run")
         repeated = [steps for steps, source in run.repeated if source == "memory" and steps > most]
@@ -182,15 +181,6 @@ def broken(rng, folder, kills):
     return f"{processes} processes, {run.segments}: {wrong}\n{said}" if wrong else ""
 
 
-def elastic_script():
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("elastic_script", SCRIPTS / "elastic.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def in_one_process(losses, segments, processes):
     """Returns the largest relative difference to one process, in the first steps and in all."""
     import jax
@@ -198,7 +188,7 @@ def in_one_process(losses, segments, processes):
     jax.config.update("jax_num_cpu_devices", processes)
     found = [
         abs(losses[step] - loss) / abs(loss)
-        for step, loss in elastic_script().losses_on(segments, processes, max(losses))
+        for step, loss in elastic_reference.script().losses_on(segments, processes, max(losses))
     ]
     return max(found[:UNTIL]), max(found)
 
@@ -226,7 +216,7 @@ def main():
           f"started again {len(run.segments)} times: {run.grown} to grow; after a loss from memory {run.sources['memory']}, from a "
           f"checkpoint {run.sources['checkpoint']}, from nothing {run.sources['nothing']}")  # fmt: skip
     print(f"meshes {[count for _, count in run.segments]}")
-    most = 2 * elastic_script().COPIES - 1
+    most = 2 * elastic_reference.script().COPIES - 1
     memory = [steps for steps, source in run.repeated if source == "memory"]
     print(f"repeated steps from memory: {max(memory, default=0)} at most, {most} promised")
     if seconds:

@@ -6,6 +6,8 @@ them and take turns; the state passes from one stretch to the next in a file, al
 None of that uses checkpoints, copies or the launcher of elastic runs.
 """
 
+import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,15 +16,24 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "scripts")]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+
+@functools.cache
+def script():
+    """Returns the module of the run, whose name is that of the benchmark too."""
+    path = ROOT / "tests" / "scripts" / "elastic.py"
+    spec = importlib.util.spec_from_file_location("elastic_script", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def losses_of(segments, processes, last, folder):
     """Returns the loss of each step when processes took over at these steps, to the last one."""
-    from elastic import final
     from forked import Forked
 
-    kept = [(first, count) for first, count in final(segments, processes) if first < last]
+    kept = [(first, count) for first, count in script().final(segments, processes) if first < last]
     ends = [*(first for first, _ in kept[1:]), last]
     plan = [(first, end, count) for (first, count), end in zip(kept, ends, strict=True)]
     folder.mkdir(parents=True)
@@ -56,19 +67,18 @@ def take_turns(folder, count):
     """Computes all stretches of so many processes, each once the one before it is done."""
     import jax
     import numpy as np
-    from elastic import BATCH, RECIPE, data_of, layout_on
     from jax.experimental import multihost_utils
 
     import shardwise as sw
     from shardwise._checkpoint import in_memory, on_disk
     from shardwise._elastic import scaled
 
-    here = sw.distributed()
+    run, here = script(), sw.distributed()
     asked = json.loads((folder / "plan.json").read_text())
-    layout = layout_on(sw.mesh("data=-1"))
-    step = sw.train_step(scaled(RECIPE, layout, count, asked["processes"]), layout)
+    layout = run.layout_on(sw.mesh("data=-1"))
+    step = sw.train_step(scaled(run.RECIPE, layout, count, asked["processes"]), layout)
     begun = sw.train_state(step.blueprint.recipe, layout)
-    data = data_of()
+    data = run.data_of()
     for turn, (first, end, processes) in enumerate(asked["plan"]):
         if processes != count:
             continue
@@ -89,7 +99,7 @@ def take_turns(folder, count):
         else:
             # The step uses up what it is given.
             state = jax.tree.map(lambda x: x.copy(), begun)
-        batches = data.on(step.blueprint, position=first * BATCH)
+        batches = data.on(step.blueprint, position=first * run.BATCH)
         losses = {}
         for number in range(first + 1, end + 1):
             state, metrics = step(state, next(batches))
