@@ -64,7 +64,7 @@ class Run:
         )  # fmt: skip
         self.log = log.open("w")
         self.pids, self.count, self.step = {}, 0, 0
-        self.grows, self.grown = False, 0
+        self.grows, self.grown, self.last = False, 0, 0
         self.segments, self.repeated, self.seconds, self.loads = [], [], [], []
         self.sources = {"memory": 0, "checkpoint": 0, "nothing": 0}
         self.finished = threading.Event()
@@ -88,6 +88,8 @@ class Run:
             elif found := re.match(r"shardwise: step \d+ finished (\S+) s after", line):
                 self.seconds.append(float(found[1]))
                 self.loads.append(os.getloadavg()[0])
+            elif found := re.match(r"\[0\] stopped after step (\d+)", line):
+                self.last = int(found[1])
             elif re.match(r"shardwise: .*starting again", line):
                 self.pids, self.grows = {}, "a checkpoint was saved" in line
                 self.finished.clear()
@@ -116,7 +118,7 @@ class Run:
             self.process.send_signal(signal.SIGTERM)
             code = self.process.wait(120)
         self.reader.join(10)
-        return "" if code == 143 else f"exit code {code}"
+        return "" if code == 143 and self.last else f"exit code {code}, last step {self.last}"
 
 
 def kill(run, kills, silent, rng, pause=6.0):
@@ -145,11 +147,14 @@ def kill(run, kills, silent, rng, pause=6.0):
     return done
 
 
-def losses_of(directory):
-    """Returns the loss of each step, and which steps have none."""
+def losses_of(directory, last):
+    """Returns the loss of each step up to the last, and which steps have none.
+
+    Later steps may be there too, from before a loss, if the run had not come as far again.
+    """
     with (directory / "logs/metrics.jsonl").open() as lines:
-        losses = {row["step"]: row["loss"] for row in map(json.loads, lines)}
-    return losses, sorted(set(range(1, max(losses) + 1)) - set(losses))
+        losses = {row["step"]: row["loss"] for row in map(json.loads, lines) if row["step"] <= last}
+    return losses, sorted(set(range(1, last + 1)) - set(losses))
 
 
 def differing(losses, segments, processes, folder):
@@ -171,7 +176,7 @@ def broken(rng, folder, kills):
         run.process.kill()
     most = 2 * elastic_reference.script().COPIES - 1
     if not wrong:
-        losses, missing = losses_of(folder / "run")
+        losses, missing = losses_of(folder / "run", run.last)
         repeated = [steps for steps, source in run.repeated if source == "memory" and steps > most]
         differ = differing(losses, run.segments, processes, folder / "reference")
         wrong = f"no losses of steps {missing[:5]}" if missing else ""
@@ -223,7 +228,7 @@ def main():
         print(f"from a loss that was found to the next finished step: median "
               f"{seconds[len(seconds) // 2]:.1f} s, {seconds[-1]:.1f} s at most; load of the machine: "
               f"median {loads[len(loads) // 2]:.1f}, {loads[-1]:.1f} at most", flush=True)  # fmt: skip
-    losses, missing = losses_of(directory / "run")
+    losses, missing = losses_of(directory / "run", run.last)
     differ = differing(losses, run.segments, args.processes, directory / "reference")
     print(f"{len(losses)} steps, {len(missing)} missing; {len(differ)} losses differ from those of an undisturbed run "
           f"on as many processes", flush=True)  # fmt: skip
