@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from forked import Forked
 from hosts import Hosts, why_not
 from test_elastic import SCRIPTS, assert_losses
 
@@ -73,8 +75,9 @@ class Job:
 
 
 def test_the_slurm_script_goes_on_without_a_host_that_is_cut_off_and_one_that_dies(tmp_path):
+    names = [f"node{i}" for i in range(3)]
     train = [sys.executable, str(SCRIPTS / "elastic.py"), str(tmp_path / "run"), "40", "0.002"]
-    with Hosts(3) as hosts, Job(hosts, tmp_path, train) as job:
+    with Hosts(*names) as hosts, Job(hosts, tmp_path, train) as job:
         job.until("attempt 0: 3 of 3 tasks on node0 node1 node2")
         job.until(r"node0: step 9/40")
         hosts.cut("node2")  # silently: its processes run on, and nothing reaches them
@@ -97,3 +100,79 @@ def test_the_slurm_script_goes_on_without_a_host_that_is_cut_off_and_one_that_di
         r"node[01]: shardwise: process 2 of 3 \(pid \d+ on host node2\) was lost", text
     )
     assert_losses(tmp_path / "run", [(first, 2), (second, 1)], 3, 40)
+
+
+class Pods:
+    """The pods of `jobset.yaml` on hosts, as many as are given, with what Kubernetes tells each."""
+
+    def __init__(self, hosts, folder, arguments):
+        (jobset,) = [
+            part
+            for part in yaml.safe_load_all((EXAMPLES / "jobset.yaml").read_text())
+            if part["kind"] == "JobSet"
+        ]
+        (kind,) = jobset["spec"]["replicatedJobs"]
+        pod = kind["template"]["spec"]["template"]["spec"]
+        assert kind["template"]["spec"]["completionMode"] == "Indexed"
+        (container,) = pod["containers"]
+        assert container["command"] == ["python", "examples/cluster/train.py"]
+        dropped = ("SHARDWISE_", "XLA_FLAGS", "JAX_", "SLURM_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+        kept |= {row["name"]: row["value"] for row in container["env"]}
+        kept |= {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "JAX_PLATFORMS": "cpu"}
+        about = {
+            "jobset": jobset["metadata"]["name"],
+            "job": f"{jobset['metadata']['name']}-{kind['name']}-0",
+            "pods": hosts.address,
+            "parallelism": len(hosts.names),
+        }
+        self.processes = [
+            Forked(
+                [sys.executable, str(SCRIPTS / "enter_host.py"), str(holder["pid"]),
+                 str(SCRIPTS / "pod.py"), json.dumps(about), *arguments],
+                env=kept
+                | {"HOSTNAME": name, "JOB_COMPLETION_INDEX": str(index)}
+                | {"JAX_NUM_CPU_DEVICES": "1"},
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )
+            for index, (name, holder) in enumerate(
+                (name, hosts.about()[name]) for name in hosts.names
+            )
+        ]  # fmt: skip
+        self.lines = []
+
+    def until(self, pattern):
+        """Reads what pod 0 prints until a line matches."""
+        for line in self.processes[0].stdout:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join(self.lines))
+
+    def end(self):
+        """Waits for all, and returns their exit codes."""
+        for process in self.processes:
+            text, _ = process.communicate(timeout=100)
+            self.lines += text.splitlines(keepends=True)
+        return [process.returncode for process in self.processes]
+
+
+def test_pods_are_started_again_with_fewer_and_with_all(tmp_path):
+    names = ["shardwise-train-0-0", "shardwise-train-0-1"]
+    train = [str(SCRIPTS / "elastic.py"), str(tmp_path / "run")]
+    with Hosts(*names, domain="shardwise") as hosts:
+        pods = Pods(hosts, tmp_path, [*train, "30", "0.01"])
+        pods.until(r"step 12/30")
+        hosts.kill(names[1])
+        assert pods.end() == [75, -9], "".join(pods.lines)
+    # A node is gone: the JobSet is applied again with one pod. Its memory is new.
+    with Hosts(names[0], domain="shardwise") as hosts:
+        pods = Pods(hosts, tmp_path, [*train, "20", "0"])
+        pods.until("going on with 1 process of 2: accumulate=2 instead of 1")
+        first = int(pods.until(rf"resumed from step (\d+) in {tmp_path}")[1])
+        assert first == 10 and pods.end() == [0]
+    with Hosts(*names, domain="shardwise") as hosts:
+        pods = Pods(hosts, tmp_path, [*train, "30", "0"])
+        assert int(pods.until(rf"resumed from step (\d+) in {tmp_path}")[1]) == 20
+        assert pods.end() == [0, 0], "".join(pods.lines)
+    assert_losses(tmp_path / "run", [(10, 1), (20, 2)], 2, 30)

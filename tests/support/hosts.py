@@ -1,6 +1,6 @@
 """Hosts on one machine: each with a network, a name and memory of its own; needs root, and `ip`.
 
-`with Hosts(3) as hosts` makes `node0` to `node2`, joined by a bridge that stands for their switch. They are namespaces of
+`with Hosts("node0", "node1") as hosts` makes two, joined by a bridge that stands for their switch. They are namespaces of
 processes that wait for the end of a pipe, so that nothing is left of them, however this process ends.
 `enter_host.py` runs a script there, `hosts.cut("node0")` pulls the cable, `hosts.kill("node0")` ends all of its
 processes, and its memory.
@@ -20,20 +20,20 @@ def why_not():
     if not sys.platform.startswith("linux"):
         return "namespaces are Linux's"
     try:
-        with Hosts(1):
+        with Hosts("node0"):
             return ""
     except (OSError, RuntimeError) as error:
         return str(error)
 
 
 class Hosts:
-    """Hosts that reach each other by name."""
+    """Hosts that reach each other by name, and by `name.domain`."""
 
-    def __init__(self, count):
-        self.names = [f"node{i}" for i in range(count)]
-        self.address = {name: f"10.83.0.{i + 1}" for i, name in enumerate(self.names)}
+    def __init__(self, *names, domain="cluster"):
+        self.names = names
+        self.address = {name: f"10.83.0.{i + 1}" for i, name in enumerate(names)}
         self.holders = {}
-        rows = [f"{address} {name}\n" for name, address in self.address.items()]
+        rows = [f"{address} {name} {name}.{domain}\n" for name, address in self.address.items()]
         with tempfile.NamedTemporaryFile("w", delete=False) as file:
             file.writelines(["127.0.0.1 localhost\n", *rows])
         self.file = Path(file.name)
@@ -48,12 +48,15 @@ class Hosts:
             )
             for number, name in enumerate(self.names):
                 self._hold(
-                    name, f"mount -t tmpfs none /dev/shm && mount --bind {self.file} /etc/hosts"
+                    name,
+                    f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && mount --bind {self.file} /etc/hosts",
                 )
                 there = str(self.holders[name].pid)
-                self._run("switch", "ip", "link", "add", f"to-{name}", "type", "veth", "peer",
+                self._run("switch", "ip", "link", "add", self._port(name), "type", "veth", "peer",
                           "name", "eth0", "netns", there)  # fmt: skip
-                self._run("switch", "ip", "link", "set", f"to-{name}", "master", "switch0", "up")
+                self._run(
+                    "switch", "ip", "link", "set", self._port(name), "master", "switch0", "up"
+                )
                 self._run(name, "ip", "address", "add", f"10.83.0.{number + 1}/24", "dev", "eth0")
                 self._run(name, "ip", "link", "set", "eth0", "up")
         except BaseException:
@@ -85,6 +88,9 @@ class Hosts:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout
 
+    def _port(self, name):
+        return f"to-host{self.names.index(name)}"
+
     def about(self):
         """Returns what `slurm.py` must know of each host, and of their switch."""
         found = {name: {"pid": holder.pid} for name, holder in self.holders.items()}
@@ -94,7 +100,7 @@ class Hosts:
 
     def cut(self, name):
         """Pulls the cable of a host: nothing reaches it any more, and nobody is told."""
-        self._run("switch", "ip", "link", "set", f"to-{name}", "down")
+        self._run("switch", "ip", "link", "set", self._port(name), "down")
 
     def kill(self, name):
         """Ends all processes of a host at once, and what was in its memory."""
