@@ -65,6 +65,7 @@ class Run:
         self.log = log.open("w")
         self.pids, self.count, self.step = {}, 0, 0
         self.grows, self.grown, self.last = False, 0, 0
+        self.losing = False
         self.segments, self.repeated, self.seconds, self.loads = [], [], [], []
         self.sources = {"memory": 0, "checkpoint": 0, "nothing": 0}
         self.finished = threading.Event()
@@ -84,7 +85,8 @@ class Run:
                 self.resumed(0, "nothing")
             elif found := re.match(r"\[0\] step (\d+)/", line):
                 self.step = max(self.step, int(found[1]))
-                self.finished.set()
+                if not self.losing:  # else it is a step from before the loss
+                    self.finished.set()
             elif found := re.match(r"shardwise: step \d+ finished (\S+) s after", line):
                 self.seconds.append(float(found[1]))
                 self.loads.append(os.getloadavg()[0])
@@ -92,6 +94,7 @@ class Run:
                 self.last = int(found[1])
             elif re.match(r"shardwise: .*starting again", line):
                 self.pids, self.grows = {}, "a checkpoint was saved" in line
+                self.losing = False
                 self.finished.clear()
 
     def note(self, line):
@@ -136,11 +139,12 @@ def kill(run, kills, silent, rng, pause=6.0):
             continue
         number = signal.SIGSTOP if rng.random() < silent else signal.SIGKILL
         index, pid = rng.choice(victims)
+        run.losing = True
+        run.finished.clear()
         try:
             os.kill(pid, number)
-        except ProcessLookupError:
+        except ProcessLookupError:  # it has ended by itself, since it lost another
             continue
-        run.finished.clear()
         done[number.name] += 1
         run.note(f"--- {number.name} {index}\n")
         del run.pids[index]
