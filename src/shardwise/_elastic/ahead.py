@@ -8,7 +8,7 @@ from .._compile import CompileError, find_compiler
 from .._layout import Layout
 from .._nnx import Recipe
 from .._processes import Elastic
-from .compiled import chips_left
+from .chips_left import chips_left
 from .plan import ElasticPlan, elastic_plan
 
 

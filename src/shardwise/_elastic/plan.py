@@ -20,7 +20,7 @@ from .._layout import Layout
 from .._mesh import DATA_AXES, AnyMesh, free_axis, show_mesh, with_devices
 from .._nnx import Recipe
 from .._step import Blueprint, make_blueprint
-from .compiled import chips_left, compiled_peak
+from .chips_left import chips_left, compiled_peak
 
 
 @public
