@@ -15,10 +15,8 @@ from hosts import Hosts, why_not
 from test_elastic import SCRIPTS, assert_losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
-pytestmark = [
-    pytest.mark.once,
-    pytest.mark.skipif(bool(why := why_not()), reason=f"hosts cannot be made here: {why}"),
-]
+WHY = why_not()
+pytestmark = pytest.mark.skipif(bool(WHY), reason=f"hosts cannot be made here: {WHY}")
 
 
 class Job:
