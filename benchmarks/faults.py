@@ -155,9 +155,11 @@ class Campaign:
     def for_rounds(self, rounds):
         """Tries one kind after the other, and prints its row when it is done."""
         for kind, count in rounds.items():
-            for _ in range(count):
-                self.one(kind)
-            self.row(kind)
+            try:
+                for _ in range(count):
+                    self.one(kind)
+            finally:  # also when it is interrupted
+                self.row(kind)
 
 
 def processor_seconds():
