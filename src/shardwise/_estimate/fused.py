@@ -446,7 +446,8 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
             (source,), (part,) = op.operands, op.results
             parts = math.prod(size for _, size in op.axes)
             windowed = source in products and parts in RINGS
-            if not windowed and not _in_tiles(shapes[source], shapes[part], parts):
+            turned = [user.kind for user in users[part]] == ["transpose"]
+            if not windowed and not _in_tiles(shapes[source], shapes[part], parts, turned):
                 total = len(shapes)
                 shapes[total] = shapes[source]
                 found.append(dataclasses.replace(op, kind="all-reduce", results=(total,), dims=()))
@@ -505,7 +506,7 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
     return found
 
 
-def _in_tiles(whole: Shape, part: Shape, parts: int) -> bool:
+def _in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> bool:
     """Returns whether a TPU's compiler scatters a sum: if each part is whole tiles, in equal chunks.
 
     Seen in small programs: the chunks divide the other dim, and two devices send halves.
@@ -518,8 +519,11 @@ def _in_tiles(whole: Shape, part: Shape, parts: int) -> bool:
     size = part.dims[dim]
     if rank != 2:
         return size % (_LANES if dim == rank - 1 else _ROWS) == 0
-    # The dim that fills the lanes is the last, unless only the other one does.
-    last = 0 if whole.dims[1] % _LANES and not whole.dims[0] % _LANES else 1
+    # The dim that fills the lanes is the last (of what is transposed, the first), unless only the
+    # other one does.
+    last = 0 if turned else 1
+    if whole.dims[last] % _LANES and not whole.dims[1 - last] % _LANES:
+        last = 1 - last
     other = part.dims[1 - dim]
     mine, rest = (_LANES, _ROWS) if dim == last else (_ROWS, _LANES)
     if size % mine or other % rest or (parts == 2 and size // mine % 2):

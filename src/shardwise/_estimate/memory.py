@@ -60,7 +60,9 @@ def peak_of(
                 if block.root(value) == value and value not in block.outputs:
                     alive[value] = 0 if value in host else block.shapes[value].nbytes
                     total += alive[value]
-        over = dict(ending) if not kernel.heavy or kernel.op.kind in _IN_PLACE else {}
+        # A TPU's fusions write beside what they read, even if nothing reads that later.
+        in_place = kernel.op.kind in _IN_PLACE or (block.gpu and not kernel.heavy)
+        over = dict(ending) if in_place else {}
         reused = 0
         for value, size in kernel.writes.items():
             root = block.root(value)
