@@ -8,6 +8,7 @@ from .buffers import Buffer as Buffer
 from .buffers import largest_buffers as largest_buffers
 from .buffers import workspace_bound as workspace_bound
 from .flops import bytes_accessed as bytes_accessed
+from .flops import convolution_flops as convolution_flops
 from .flops import flops_of as flops_of
 from .flops import splash_flops as splash_flops
 from .flops import work_of as work_of
