@@ -20,6 +20,9 @@ COMMAND = (
 )
 
 
+WIDTH = 1400
+
+
 def main() -> None:
     """Writes the pictures to docs/assets."""
     with tempfile.TemporaryDirectory() as folder, browsers.chromium() as browser:
@@ -27,11 +30,12 @@ def main() -> None:
         shardwise = [sys.executable, "-m", "shardwise"]
         # From elsewhere, so that lines of the package read as they do for its users.
         subprocess.run([*shardwise, *COMMAND.split(), str(file)], check=True, cwd=folder)
-        how = {"viewport": {"width": 1240, "height": 900}, "color_scheme": "light"}
+        how = {"viewport": {"width": WIDTH, "height": 900}, "color_scheme": "light"}
         with browsers.opened(browser, file, **how) as page:
             page.click("text=Open all")
             page.click('.tree .row[data-path="blocks.0.attention.out"]')
-            for name, first, last in (("report", "top", "memory"), ("model", "model", "leaf")):
+            shown = (("report", "top", "summary"), ("time", "time", "time"), ("model", "model", "leaf"))
+            for name, first, last in shown:
                 page.screenshot(
                     path=ROOT / "docs" / "assets" / f"{name}.png",
                     full_page=True,
@@ -42,9 +46,10 @@ def main() -> None:
 def _around(page, first, last):
     """Returns the rectangle from one part of the page to another."""
     page.evaluate("scrollTo(0, 0)")
-    top = page.locator(f"#{first}").bounding_box()["y"]
+    top = page.locator(f"#{first}").bounding_box()["y"] if first != "top" else 0
     end = page.locator(f"#{last}").bounding_box()
-    return {"x": 0, "y": top, "width": 1240, "height": end["y"] + end["height"] - top + 8}
+    left = 0 if first == "top" else page.locator(f"#{first}").bounding_box()["x"] - 16
+    return {"x": left, "y": top, "width": WIDTH - left, "height": end["y"] + end["height"] - top + 8}
 
 
 if __name__ == "__main__":

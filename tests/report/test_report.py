@@ -107,9 +107,9 @@ def test_the_verdict_comes_first_and_memory_is_what_was_compiled(compiled, open_
     memory = compiled.memory
     with open_page(compiled.report()) as page:
         assert compiled.verdict in page.inner_text("#verdict")
-        first = page.evaluate("document.querySelector('main').firstElementChild.id")
-        assert first == "verdict"
-        pieces = page.locator(".memory .piece").evaluate_all(
+        first = page.evaluate("document.querySelector('#report').firstElementChild.id")
+        assert first == "summary"
+        pieces = page.locator("#memory .memory .piece").evaluate_all(
             "all => all.map(one => one.getBoundingClientRect().width)"
         )
         sizes = [memory.parameters, memory.optimizer, memory.batch, memory.temporaries]
@@ -153,12 +153,16 @@ def test_a_capacity_is_a_line_and_what_is_over_it_is_told(open_page):
     layout = sw.layout(Large, sw.mesh("data=8", on="h100:1x8"), sw.replicate())
     with open_page(layout.report()) as page:
         text = page.inner_text("#verdict")
+        fit = page.inner_text("#card-fit")
+        assert "Does not fit" in fit and "128.0 GiB of 79.2 GiB" in fit
+        assert "48.8 GiB too much on each of 8 devices, before any temporaries" in fit
         assert (
             "does not fit: each of 8 devices holds 128.0 GiB of 128.0 GiB (exact): no leaf is split; h100 has 79.2 GiB, 48.8 GiB too much"
             in text
         )
-        assert page.locator(".verdict.bad").count() == 1
-        bar, limit = (page.locator(x).bounding_box() for x in (".memory .piece", ".memory .limit"))
+        assert page.locator("#card-fit.bad .mark").inner_text().strip() == "✗"
+        shown_parts = ("#memory .piece", "#memory .limit")
+        bar, limit = (page.locator(x).bounding_box() for x in shown_parts)
         assert abs((limit["x"] - bar["x"]) / bar["width"] - 79.2 / 128) < 0.01
         assert "replicated" in page.inner_text(".legend")
 
@@ -168,9 +172,8 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
     findings = sw.check(layout)
     with open_page(layout.report()) as page:
         title = page.inner_text("#findings-title")
-        assert (
-            title == f"Findings: {len(findings.errors)} errors, {len(findings.warnings)} warnings"
-        )
+        assert title == "Findings: 4 errors" and not findings.warnings
+        assert len(findings.errors) == 4
         text = page.inner_text("#findings")
         first = findings[0]
         assert first.message in text and f"help: {first.help}" in text and first.code in text
@@ -178,7 +181,10 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
         page.click("#findings .link >> nth=0")
         assert page.inner_text("#leaf-title") == first.path
         assert "cannot be split this way" in page.inner_text("#leaf")
-        assert page.locator(".verdict.bad").count() == 1
+        assert page.locator("#card-fit.bad").count() == page.locator("#card-wrong.bad").count() == 1
+        assert f"{len(findings.errors)} errors" in page.inner_text("#card-wrong")
+        assert f"Fix {len(findings)} errors" in page.inner_text("#card-do")
+        assert first.help in page.inner_text("#card-do")
         picture(page, "findings")
 
 
@@ -188,7 +194,7 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
 def test_the_tree_folds_searches_and_sorts(open_page):
     layout = lay()
     with open_page(layout.report()) as page:
-        assert page.locator(".tree .row", has_text="{0..3} ×4").count() == 1
+        assert page.locator(".tree .row", has_text="blocks.{0..3} ×4").count() == 1
         shown_text = page.inner_text("#model .left .status")
         assert (
             shown_text
@@ -197,8 +203,9 @@ def test_the_tree_folds_searches_and_sorts(open_page):
 
         page.click("text=Open all")
         folded = len(tree_paths(page))
-        names = page.locator(".tree .row .name").all_inner_texts()
+        names = page.locator(".tree .row .name").all_text_contents()
         assert sum("up" in name for name in names) == 1 and sum("×4" in name for name in names) == 5
+        assert sum("conv.kernel" in name for name in names) == 1  # no row for a module of one leaf
         page.uncheck("#fold")
         page.click("text=Open all")
         assert len(tree_paths(page)) > folded
@@ -234,17 +241,26 @@ def test_the_tree_is_worked_by_keys(open_page):
         page.focus(".tree")
         page.keyboard.press("Home")
         page.keyboard.press("ArrowRight")
-        assert tree_paths(page)[:2] == ["blocks", "blocks.0"]
-        page.keyboard.press("ArrowDown")
-        page.keyboard.press("Enter")
+        assert tree_paths(page)[:3] == ["blocks.0", "blocks.0.down", "blocks.0.up"]
         for _ in range(2):
             page.keyboard.press("ArrowDown")
             page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowUp")
+        page.keyboard.press("ArrowDown")
         page.keyboard.press("Enter")
         row = page.locator(".tree .row.at")
-        assert row.get_attribute("aria-level") == "3"
+        assert (
+            row.get_attribute("aria-level") == "3" and row.get_attribute("aria-selected") == "true"
+        )
+        assert page.inner_text("#leaf-title") == "blocks.{0..3}.down.kernel"
         assert page.get_attribute(".tree", "aria-activedescendant") == row.get_attribute("id")
+
+
+def folded(layout):
+    """Returns the leaves by the names under which the page shows them, layers as one."""
+    found = {}
+    for leaf in layout.leaves:
+        found.setdefault(re.sub(r"^blocks\.\d", "blocks.{0..3}", leaf.path), []).append(leaf)
+    return found
 
 
 def test_the_map_has_areas_by_bytes_and_shows_what_is_chosen(open_page):
@@ -260,22 +276,25 @@ def test_the_map_has_areas_by_bytes_and_shows_what_is_chosen(open_page):
         page.focus("#model canvas")
         page.keyboard.press("ArrowUp")
         page.keyboard.press("Enter")
-        largest = max(layout.leaves, key=lambda leaf: leaf.shard_bytes)
-        assert page.inner_text("#leaf-title") == largest.path
+        sizes = {
+            name: sum(leaf.shard_bytes for leaf in leaves)
+            for name, leaves in folded(layout).items()
+        }
+        assert sizes[page.inner_text("#leaf-title")] == max(sizes.values())
         # By pointing: the part of the map that is clicked is a leaf that is shown, and revealed.
         box = page.locator("#model canvas").bounding_box()
         page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.6)
         shown_text = page.inner_text("#model .map .status")
         path = shown_text.split()[0]
-        assert layout[path].shard_bytes and shown(layout[path].shard_bytes) in shown_text
+        assert sizes[path] and shown(sizes[path]) in shown_text
         page.mouse.click(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.6)
         assert page.inner_text("#leaf-title") == path
         # A module of the tree fills the map; the crumbs lead back.
         page.click('.tree .row[data-path="cube"]')
-        page.click('.tree .row[data-path="blocks"]')
-        assert "blocks" in page.inner_text(".map .crumbs")
+        page.click('.tree .row[data-path="blocks.0"]')
+        assert "blocks.{0..3}" in page.inner_text(".map .crumbs")
         page.click(".map .crumbs button >> nth=0")
-        assert page.locator(".map .crumbs button").count() == 1
+        assert page.locator(".map .crumbs button").count() == 0
 
 
 def test_colours_of_the_map_are_those_of_the_legend(open_page):
@@ -289,12 +308,22 @@ def test_colours_of_the_map_are_those_of_the_legend(open_page):
       const seen = {}; const all = pen.getImageData(0, 0, c.width, c.height).data;
       for (let i = 0; i < all.length; i += 4) { const k = [all[i], all[i+1], all[i+2]].join(); seen[k] = (seen[k] || 0) + 1; }
       const style = getComputedStyle(document.documentElement);
-      const rgb = (name) => { const h = style.getPropertyValue(name).trim(); return [1,3,5].map(i => parseInt(h.slice(i, i+2), 16)).join(); };
-      return [seen[rgb('--cut0')] || 0, seen[rgb('--whole')] || 0, c.width * c.height]; }"""
+      const rgb = (name) => { const h = style.getPropertyValue(name).trim(); const full = h.length === 4 ? '#' + [...h.slice(1)].map(c => c + c).join('') : h; return [1,3,5].map(i => parseInt(full.slice(i, i+2), 16)); };
+      const paper = rgb('--paper');
+      const tint = (name) => rgb(name).map((v, i) => Math.round(0.36 * v + 0.64 * paper[i])).join();
+      return [seen[tint('--axis0')] || 0, seen[rgb('--axis0').join()] || 0, seen[rgb('--cell').join()] || 0, c.width * c.height]; }"""
     with open_page(layout.report()) as page:
-        cut, whole, everything = page.evaluate(script)
+        cut, edge, whole, everything = page.evaluate(script)
         # Half of a device's bytes each; the whole one is hatched, so less of it is of its plain colour.
-        assert 0.4 < cut / everything < 0.51 and 0.1 < whole / everything < 0.45
+        assert 0.4 < cut / everything < 0.51 and 0.1 < whole / everything < 0.49
+        # The edge of the axis that splits its rows.
+        assert 0.002 < edge / everything < 0.02
+        swatch = page.locator('.key[data-group="model"] .swatch')
+        background = "e => getComputedStyle(e).backgroundColor"
+        assert swatch.evaluate(background) == page.evaluate(
+            """() => { const e = document.body.appendChild(document.createElement('i'));
+              e.style.background = 'var(--axis0)'; return getComputedStyle(e).backgroundColor; }"""
+        )
 
 
 # --- one leaf, and the mesh -----------------------------------------------------------------------
@@ -424,14 +453,17 @@ def test_what_is_not_compiled_says_so(open_page):
 def test_two_are_compared(compiled, open_page):
     other = sw.compile(RECIPE, lay("data=8", sw.fsdp("data", min_bytes=1)))
     with open_page(compiled.report(against=other)) as page:
-        assert page.locator("#compared canvas").count() == 2
-        assert page.locator("#verdict .verdict").count() == 2
-        assert page.locator(".memory").count() == 2
-        table = {row[0]: row for row in rows(page, "#compared")}
+        assert page.locator("#differences canvas").count() == 2
+        assert page.locator(".sides-list li").count() == 2
+        assert page.locator("#compared-memory .stack").count() == 2
+        table = {row[0]: row for row in rows(page, "#differences")}
         row = table["blocks.#.up.kernel ×4"]
         assert row[1:3] == ["P('data', 'model')", "P(None, 'data')"]
         count, sent = other.by_axis["data"]["all-gather"]
         assert table["all-gather over data"][2:5:2] == [f"×{count}", shown(sent)]
+        assert not page.is_visible("#report")
+        page.click('#sides button[data-side="0"]')
+        assert not page.is_visible("#differences")
         assert "mesh: data=2,model=4" in page.inner_text("#mesh-title")
         page.click('#sides button[data-side="1"]')
         assert "mesh: data=8" in page.inner_text("#mesh-title")
@@ -551,7 +583,7 @@ def test_ten_thousand_leaves_cost_what_is_in_sight(open_page):
         page.uncheck("#fold")
         page.click("text=Open all")
         script = "e => { e.scrollTop = e.scrollHeight; return e.scrollHeight / 28; }"
-        assert page.locator(".tree").evaluate(script) >= 21_000
+        assert page.locator(".tree").evaluate(script) >= 11_000
         page.wait_for_selector('.tree .row[data-path="layers.999.part9.kernel"]')
         assert page.evaluate("document.querySelectorAll('*').length") < 3_000
         page.fill("#search", "layers.777.part3")
@@ -597,7 +629,7 @@ def test_the_command_compares(run, tmp_path, browser):
         status, out, _ = run("report", DECODER, *how, *more, "-o", str(file))
         assert status == 0 and out.count("each of 8 devices holds 10.0 MiB") == 2
         with browsers.opened(browser, file) as page:
-            same = "Every leaf has the same spec" in page.inner_text("#compared")
+            same = "Every leaf has the same spec" in page.inner_text("#differences")
             assert same == ("--against" in more)
     assert run("report", str(saved), "-o", str(file))[0] == 0
 

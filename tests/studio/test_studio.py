@@ -282,7 +282,7 @@ def test_it_is_readable_by_everybody(open_page):
       const light = (c) => { const [r, g, b] = c.match(/[\\d.]+/g).map((v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
         return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
       const paper = light(getComputedStyle(document.body).backgroundColor);
-      return [...document.querySelectorAll(".card h2, .card p, .card .figure, .tag, .hint, label, .ticks span, .status, #tabs button")]
+      return [...document.querySelectorAll(".card h3, .card p, .card .figure, .tag, .hint, label, .ticks span, .status, #tabs button")]
         .filter((e) => e.offsetParent).map((e) => { const ink = light(getComputedStyle(e).color);
           return [e.className + e.textContent.slice(0, 20), (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05)]; })
         .filter(([, ratio]) => ratio < 4.5); }"""

@@ -14,13 +14,16 @@ from .._mesh import padded
 from .._nnx import Leaf
 from .._time import StepTime
 from .hardware import hardware_data
+from .summary import summary_data
 from .timeline import short_op, timeline_data
 
 
-def plan_data(name: str, plan: Plan) -> dict[str, Any]:
-    """Returns what the page shows of one plan, as data for JSON."""
+def plan_data(name: str, plan: Plan, ask: str = "") -> dict[str, Any]:
+    """Returns what the page shows of one plan, as data for JSON; `ask` is what compiles it."""
     found = plan.all_findings
-    state = "bad" if not plan.usable else "warn" if found else "good"
+    # Good is what is known to fit: no findings alone prove nothing.
+    good = "good" if plan.fits else "plain"
+    state = "bad" if not plan.usable else "warn" if found else good
     # The compiler's verdict does not mention findings.
     summary = f"; {found.summary}" if plan.compiled is not None and found else ""
     return {
@@ -33,6 +36,7 @@ def plan_data(name: str, plan: Plan) -> dict[str, Any]:
             "capacity": plan.capacity,
             "whole": plan.compiled is not None,
         },
+        "summary": summary_data(plan, ask),
         "findings": [_finding_row(group) for group in group_similar(found)],
         **_leaves(plan.layout, list(plan.mesh)),
         "compiled": _compiled(plan.compiled),

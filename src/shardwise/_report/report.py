@@ -19,8 +19,8 @@ from .data import plan_data
 # In the order in which they are concatenated; each uses only those before it.
 _STYLES = ("page.css", "pictures.css")
 _SCRIPTS = (
-    "data.js", "lists.js", "theme.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "hardware.js", "mesh.js",
-    "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "compare.js", "main.js",
+    "data.js", "lists.js", "theme.js", "cards.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "model.js", "hardware.js",
+    "mesh.js", "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "findings.js", "summary.js", "compare.js", "link.js", "side.js", "main.js",
 )  # fmt: skip
 # The page loads nothing, and the browser enforces it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -79,13 +79,21 @@ def _name(one: Layout | Compiled) -> str:
     return f"{show_mesh(one.mesh)} on {chips}" if chips is not None else show_mesh(one.mesh)
 
 
-def report_of_plans(plans: Sequence[tuple[str, Plan]]) -> Report:
-    """Returns the page of one plan, or of two to compare, each with its name."""
+def report_of_plans(plans: Sequence[tuple[str, Plan]], asks: Sequence[str] = ()) -> Report:
+    """Returns the page of one plan, or of two to compare.
+
+    Args:
+        plans: each with its name.
+        asks: the command that compiles each; without them, the page names the call in Python.
+    """
+    asks = asks or ["sw.compile(recipe, layout).report()"] * len(plans)
     title = " against ".join(name for name, _ in plans)
     names = [name for name, _ in plans]
     if len(set(names)) < len(names):
         names = ["this", "the other"]
-    found = [plan_data(name, plan) for name, (_, plan) in zip(names, plans, strict=True)]
+    found = [
+        plan_data(name, plan, ask) for name, (_, plan), ask in zip(names, plans, asks, strict=True)
+    ]
     data = {"title": title, "version": metadata.version("shardwise"), "sides": found}
     return page_of("page.html", title, data, _STYLES, _SCRIPTS)
 

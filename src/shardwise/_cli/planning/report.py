@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -187,16 +188,18 @@ def report(
     }  # fmt: skip
     _reserve_devices(on, against_on)
     plans = [_plan(target, **how, **step)]
+    asks = [_asking(target, output, **how, **step)]
     if against is not None or any(value is not None for value in other.values()):
         # The second takes its missing options from the first; rules and strategy only as a pair.
         if against_strategy is not None or against_rules is not None:
             how |= {"strategy": None, "min_bytes": None, "rules": None}
         how |= {name: value for name, value in other.items() if value is not None}
         plans.append(_plan(against or target, **how, **step))
+        asks.append(_asking(against or target, output, **how, **step))
     from ..._report import report_of_plans
 
     with working(f"drawing {target}"):
-        page = report_of_plans(plans)
+        page = report_of_plans(plans, asks)
         try:
             page.save(output)
         except OSError as error:
@@ -257,6 +260,20 @@ def _plan(
     parts = (target, mesh, strategy, least, rules, on if on != "none" else None)
     name = " ".join(part for part in parts if part)
     return name, plan_target(target, found, layout, inputs, method, calibration, compile=compile)
+
+
+def _asking(target: str, output: str, *, compile: bool, on: str, **options: Any) -> str:
+    """Returns the command that draws the same, compiled; chips are the reader's to choose."""
+    if target.endswith(".json"):
+        return f"shardwise compile TARGET --layout {shlex.quote(target)} --on {on if on != 'none' else 'CHIPS'}"
+    given = {"on": on if on != "none" else None, **options}
+    words = ["shardwise", "report", shlex.quote(target)]
+    for name, value in given.items():
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
+    if on == "none":
+        words += ["--on", "CHIPS"]
+    return " ".join([*words, "--compile", "-o", shlex.quote(output)])
 
 
 def _saved(path: str) -> Plan:

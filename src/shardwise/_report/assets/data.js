@@ -26,7 +26,7 @@ function readSide(raw, number) {
   return side;
 }
 
-// How a leaf is split, as the set of axes that split it: what colours stand for.
+// How a leaf is split, as the set of axes that split it: what the legend is made of.
 function groupOf(leaf, side) {
   if (leaf.faults.length) return "error";
   const used = new Set(leaf.cuts.flat().filter((axis) => side.sizes[axis] > 1));
@@ -34,22 +34,37 @@ function groupOf(leaf, side) {
   return [...used].sort((a, b) => a - b).map((axis) => side.axes[axis]).join(" × ");
 }
 
+const axisColour = (axis) => `--axis${axis % 6}`;
+// Which axes split the last dim, and which the others: two edges of an area.
+const splitting = (leaf, side) => {
+  const wide = leaf.cuts.map((axes) => axes.filter((axis) => side.sizes[axis] > 1));
+  return { rows: wide.slice(0, -1).flat(), columns: wide.slice(-1).flat() };
+};
+
 function groupsOf(side) {
   const found = new Map();
   for (const leaf of side.leaves) {
-    const group = found.get(leaf.group) || { name: leaf.group, held: 0, count: 0 };
+    const axes = leaf.faults.length ? [] : [...new Set(leaf.cuts.flat())].filter((axis) => side.sizes[axis] > 1).sort((a, b) => a - b);
+    const group = found.get(leaf.group) || { name: leaf.group, held: 0, count: 0, axes };
     group.held += leaf.held;
     group.count += 1;
     found.set(leaf.group, group);
   }
-  const rank = (g) => (g.name === "error" ? 0 : g.name === "whole" ? 1 : 2);
-  const groups = [...found.values()].sort((a, b) => rank(a) - rank(b) || b.held - a.held);
-  let colour = 0;
-  for (const group of groups) {
-    group.colour = rank(group) < 2 ? `--${group.name}` : `--cut${colour++ % 6}`;
-  }
-  return groups;
+  for (const group of found.values()) group.paint = paintOf(group);
+  const rank = (g) => (g.name === "error" ? 0 : 1);
+  return [...found.values()].sort((a, b) => rank(a) - rank(b) || b.held - a.held);
 }
+
+// A group's colour as a background: that of its axes, side by side.
+function paintOf({ name, axes }) {
+  if (!axes.length) return `var(--${name === "error" ? "error" : "whole"})`;
+  const part = 100 / axes.length;
+  return axes.length === 1 ? `var(${axisColour(axes[0])})`
+    : `linear-gradient(90deg, ${axes.map((axis, i) => `var(${axisColour(axis)}) ${i * part}% ${(i + 1) * part}%`).join(", ")})`;
+}
+
+const GROUP_NAMES = { whole: "replicated", error: "cannot be split this way", "one device": "on the only device" };
+const groupName = (name) => GROUP_NAMES[name] || `split over ${name}`;
 
 function showBytes(count) {
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
@@ -77,7 +92,7 @@ const showFlops = (count) => {
 
 // In a unit that needs few digits.
 function showSeconds(seconds, digits = 3) {
-  if (seconds >= 100) return `${seconds.toFixed(0)} s`;
+  if (seconds >= 100) return `${Math.floor(Math.round(seconds) / 60)} min ${Math.round(seconds) % 60} s`;
   if (seconds >= 0.9995) return `${seconds.toFixed(Math.max(2, digits - 1))} s`;
   const [count, unit] = seconds >= 0.9995e-3 ? [seconds * 1e3, "ms"] : [seconds * 1e6, "µs"];
   return `${Number(count.toPrecision(Math.max(1, Math.min(digits, 12))))} ${unit}`;
@@ -161,4 +176,45 @@ function standIn(first, members, name) {
     return standIn(child, members.map((member) => member.children[i]), child.name);
   });
   return node;
+}
+
+// --- what is shown of the tree ------------------------------------------------------------------
+
+// A view is a node as a row or an area: modules of a single child are one with it, and repeated
+// layers are one where they are folded. `full` is its name from the top: `blocks.{0..31}.up.kernel`.
+function rootView(side, fold) {
+  side.views ??= new Map();
+  if (!side.views.has(fold)) side.views.set(fold, { node: side.tree, label: "", full: "", parent: null, fold });
+  return side.views.get(fold);
+}
+
+function viewsIn(view) {
+  if (view.inner) return view.inner;
+  const inside = (node) => (node.leaf ? [] : view.fold ? folded(node) : node.children);
+  view.inner = inside(view.node).map((child) => {
+    let node = child;
+    const names = [child.name];
+    for (let only = inside(node); only.length === 1; only = inside(node)) { [node] = only; names.push(node.name); }
+    const label = names.join(".");
+    return { node, label, full: view.full ? `${view.full}.${label}` : label, parent: view, fold: view.fold, leaf: node.leaf };
+  });
+  return view.inner;
+}
+
+const membersOf = (view) => view.node.members || [view.node];
+const leavesIn = (view) => (view.leaf ? membersOf(view).map((member) => member.leaf) : viewsIn(view).flatMap(leavesIn));
+
+// The view that holds a leaf: its own, or that of the layers that it is folded into.
+function viewOfLeaf(root, leaf) {
+  let view = root;
+  while (view && !view.leaf) {
+    view = viewsIn(view).find((child) => membersOf(child).some((member) => member.path === leaf.path || leaf.path.startsWith(`${member.path}.`)));
+  }
+  return view || null;
+}
+
+function viewNamed(root, full) {
+  let view = root;
+  while (view && view.full !== full) view = viewsIn(view).find((child) => full === child.full || full.startsWith(`${child.full}.`));
+  return view || null;
 }

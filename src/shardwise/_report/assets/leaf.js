@@ -24,17 +24,18 @@ function partColour(number, parts) {
   return `oklch(${number % 2 ? 0.5 : 0.56} 0.13 ${Math.round((360 * number) / parts)})`;
 }
 
-function showLeaf(element, side, leaf, members) {
-  const title = make("h2", { id: "leaf-title", tabindex: -1 }, leaf ? leaf.path : "No leaf selected");
-  if (!leaf) {
-    element.replaceChildren(title, make("p", { class: "faint" }, "Choose one in the tree or the map above."));
-    return;
-  }
-  const alike = members && members.length > 1
-    ? make("p", { class: "faint" }, `and ${members.length - 1} more like it, up to ${members[members.length - 1].path}`) : null;
-  const facts = make("p", {},
-    `${showShape(leaf.dtype, leaf.shape)}  ${leaf.kind}  `, make("code", {}, leaf.spec),
-    leaf.faults.length ? "" : `  ${showBytes(leaf.held)} of ${showBytes(leaf.bytes)} on each device (exact)  ${plural(leaf.copies, "copy", "copies")} of each shard`);
+// `name` is what its row is called, where that is one of several layers.
+function showLeaf(element, side, leaf, members, name) {
+  const several = members && members.length > 1;
+  const title = make("h2", { id: "leaf-title", tabindex: -1 }, several && name ? name : leaf.path);
+  const fact = (what, ...value) => make("div", { class: "fact" }, make("dt", {}, what), make("dd", {}, value));
+  const facts = make("dl", { class: "facts-line" },
+    fact("array", showShape(leaf.dtype, leaf.shape), " ", make("span", { class: "faint" }, leaf.kind)),
+    fact("spec", make("code", {}, specText(side, leaf.spec))),
+    ...(leaf.faults.length ? [] : [
+      fact("on each device", `${showBytes(leaf.held)} of ${showBytes(leaf.bytes)} `, labelOf("exact")),
+      fact("copies of each shard", `${leaf.copies}`)]),
+    several ? fact("alike", `${members.length}, from ${members[0].path} to ${members[members.length - 1].path}`) : "");
   const names = leaf.names ? leaf.names.split(",") : [];
   const dims = table(["dim", "size", "name", "axes", "ways", "shard"],
     leaf.shape.map((size, dim) => [
@@ -45,7 +46,7 @@ function showLeaf(element, side, leaf, members) {
     leaf.trail.length ? make("details", {}, make("summary", {}, `considered, in order: ${leaf.trail.length}`),
       make("ol", {}, leaf.trail.map((text) => make("li", {}, text)))) : null,
     leaf.faults.map((text) => make("p", { class: "bad-text" }, text)));
-  element.replaceChildren(title, ...[alike].filter(Boolean), facts,
+  element.replaceChildren(title, facts,
     make("div", { class: "columns" }, make("div", {}, leaf.shape.length ? dims : make("p", { class: "faint" }, "A scalar has no dims."), why),
       leaf.faults.length ? make("p", { class: "faint" }, "There is no drawing: the leaf cannot be split this way.") : drawing(side, leaf)));
 }

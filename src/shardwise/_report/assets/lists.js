@@ -6,27 +6,45 @@ function make(tag, given = {}, ...children) {
     ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
   for (const [name, value] of Object.entries(given)) {
-    if (value === undefined || value === null || value === false) continue;
+    const spoken = name.startsWith("aria-");
+    if (value === undefined || value === null || (value === false && !spoken)) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (name === "class") element.setAttribute("class", value);
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true && !spoken ? "" : value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return element;
 }
 
-// A long text, truncated; the full text is its tooltip.
-const short = (text) => (text.length > 40 ? make("span", { class: "short", title: text }, text) : text);
+// A long text, shortened; the full text is its tooltip. Of operations that the compiler made one, the first.
+function short(text) {
+  if (text.length <= 40) return text;
+  const [first, ...others] = /^\(.*:.*\)$/.test(text) ? text.slice(1, -1).split(":") : [text];
+  const cut = first.length > 32 ? `${first.slice(0, 31)}…` : first;
+  return make("span", { title: text }, others.length ? `${cut} and ${others.length} more` : cut);
+}
+
 const byId = (id) => document.getElementById(id);
+const listed = (names) => (names.length > 1 ? `${names.slice(0, -1).join(", ")} and ${names[names.length - 1]}` : names[0] || "");
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+// A long name may break after what separates its parts, and nowhere else.
+function breakable(text) {
+  const parts = text.length > 18 ? text.split(/(?<=[,/._:])/) : [text];
+  return parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part]));
+}
+
+// On a phone, a table of many columns has its rows stacked, each cell after its column's name.
 function table(header, rows, given = {}) {
   const right = given.right || [];
   const style = (i) => [right.includes(i) ? "right" : "", (given.roomy || []).includes(i) ? "roomy" : ""].join(" ").trim() || null;
-  const cell = (tag, value, i) => make(tag, { class: style(i), scope: tag === "th" ? "col" : null }, value);
-  const body = rows.map((row) => make("tr", {}, row.map((value, i) => cell("td", value, i))));
-  return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": given.label },
-    make("table", {}, make("thead", {}, make("tr", {}, header.map((value, i) => cell("th", value, i)))), make("tbody", {}, body)));
+  const nameOf = (value) => (typeof value === "string" ? value : "");
+  const head = header.map((value, i) => make("th", { class: style(i), scope: "col", role: "columnheader" }, value));
+  const body = rows.map((row) => make("tr", { role: "row" }, row.map((value, i) =>
+    make("td", { class: style(i), role: "cell", "data-name": i ? nameOf(header[i]) || null : null }, typeof value === "string" ? breakable(value) : value))));
+  const whole = make("table", { role: "table", class: header.length > 3 ? "stacks" : null },
+    make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, head)), make("tbody", { role: "rowgroup" }, body));
+  return make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": given.label }, whole);
 }
 
 // Tabs that the arrow keys go through; `views` are pairs of a name and what shows it.
@@ -55,7 +73,11 @@ class RowList {
   constructor(element, draw, given = {}) {
     this.element = element;
     this.draw = draw;
-    this.height = given.height || 28;
+    // Where there is little room, a row has two lines.
+    const narrow = matchMedia("(max-width: 700px)");
+    const fit = () => { this.height = narrow.matches && given.narrow ? given.narrow : given.height || 28; };
+    fit();
+    narrow.addEventListener("change", () => { fit(); this.show(true); });
     this.rows = [];
     this.space = make("div", { class: "space", role: "presentation" });
     this.sight = make("div", { class: "sight", role: "presentation" });

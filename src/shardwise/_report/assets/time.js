@@ -5,20 +5,25 @@ const TIME_WORDS = {
   launch: "starting kernels, and idle", unknown: "kernels without a model",
 };
 
-function partsBar(time, most) {
+// The parts of a step as one bar, as long as the step is of `most`.
+function timeStrip(time, most) {
   const parts = Object.entries(time.parts);
   const summary = parts.map(([name, seconds]) => `${name} ${showSeconds(seconds)}`).join(", ");
-  const bar = make("div", { class: "memory parts", role: "img", "aria-label": `Time of one step: ${summary} (modelled).` },
+  return make("div", { class: "memory parts", role: "img", "aria-label": `Time of one step: ${summary} (modelled).` },
     parts.map(([name, seconds]) => make("span", {
       class: "piece", title: `${name}: ${showSeconds(seconds)}`,
       style: `width:${(100 * seconds) / most}%;background:var(${BOUND_COLOURS[name]})`,
     }, make("span", { class: "piece-name", "aria-hidden": true }, `${name} ${showShare(seconds, time.seconds)}`))));
+}
+
+function partsBar(time, most) {
+  const parts = Object.entries(time.parts);
   const rows = parts.map(([name, seconds]) => [
     make("span", { title: TIME_WORDS[name] }, make("span", { class: "swatch", style: `--c:var(${BOUND_COLOURS[name]})` }), ` ${name}`),
     showSeconds(seconds), showShare(seconds, time.seconds), name in time.gains ? showSeconds(time.gains[name]) : "",
   ]);
   rows.push([make("b", {}, "step"), make("b", {}, showSeconds(time.seconds)), "", ""]);
-  return make("div", {}, bar, make("div", { class: "columns" },
+  return make("div", {}, timeStrip(time, most), make("div", { class: "columns" },
     table(["", "time", "share", "gained if free"], rows, { right: [1, 2, 3], label: "Parts of a step" }), axesTable(time)));
 }
 
@@ -33,16 +38,15 @@ function axesTable(time) {
   return table(["communication over", "link", "time", "exposed", "overlapped", ""], rows, { right: [2, 3, 4], roomy: [5], label: "Communication by axis" });
 }
 
-// The parts of all sides, on one scale; and room for what is shown of one of them.
-function showTimes(element, sides) {
-  const timed = sides.filter((side) => side.time);
-  element.hidden = !timed.length;
-  if (!timed.length) return;
-  const most = Math.max(...timed.map((side) => side.time.seconds)) || 1;
-  const columns = sides.map((side) => make("div", {}, sides.length > 1 ? make("h3", {}, side.name) : null,
-    side.time ? partsBar(side.time, most) : make("p", { class: "faint" }, "The time of a step is modelled for compiled steps on GPUs and TPUs.")));
-  element.replaceChildren(make("h2", { id: "time-title" }, "Time of one step (modelled)"),
-    make("div", { class: sides.length > 1 ? "columns" : "" }, columns), make("div", { id: "timed" }));
+// How long a step takes, and where the time goes; nothing where it is not known.
+function showTime(element, side, go) {
+  const { time } = side;
+  element.hidden = !time;
+  if (!time) { element.replaceChildren(); return null; }
+  const timed = make("div", { id: "timed" });
+  element.replaceChildren(make("h2", { id: "time-title" }, "Time of one step ", labelOf("modelled")),
+    make("p", { class: "lead" }, time.verdict), partsBar(time, time.seconds), timed);
+  return showTimed(timed, side, false, go);
 }
 
 const SHARE_VIEWS = {
@@ -53,7 +57,8 @@ const SHARE_VIEWS = {
 };
 
 // The timeline, and where the time goes, of one side.
-function showTimed(element, side, named) {
+// `go.module(name)` shows the leaves of a module, where there is such a place.
+function showTimed(element, side, named, go) {
   const { time } = side;
   element.replaceChildren();
   if (!time) return null;
@@ -79,6 +84,7 @@ function showTimed(element, side, named) {
   if (!side.timeline) return null;
   const pick = (slice) => detail.replaceChildren(...sliceDetail(slice, time, {
     zoom: () => view.frame(slice), line: () => mark(slice.line, SHARE_VIEWS.lines.of),
+    module: go && slice && go.module(slice.module), traffic: go && slice && slice.bound === "communication" && go.traffic,
   }));
   view = new TimelineView(drawing, side.timeline, { pick });
   pick(null);
@@ -116,7 +122,9 @@ function sliceDetail(slice, time, act) {
   if (slice.flops) say("arithmetic", `${showFlops(slice.flops)}, ${showFlops(slice.flops / slice.busy)}/s, ${showShare(slice.flops / slice.busy, time.peak_flops)} of the bfloat16 peak`);
   return [make("h4", {}, slice.title), make("dl", {}, pairs), make("div", { class: "tools" },
     make("button", { type: "button", onclick: act.zoom }, "Zoom to it"),
-    slice.line ? make("button", { type: "button", onclick: act.line }, "Highlight its line") : "")];
+    slice.line ? make("button", { type: "button", onclick: act.line }, "Highlight its line") : "",
+    act.module ? make("button", { type: "button", onclick: act.module }, "Show its leaves") : "",
+    act.traffic ? make("button", { type: "button", onclick: act.traffic }, "All collectives by line") : "")];
 }
 
 // `mark(name, of)` highlights the slices whose `of` is a name; without it, names are plain text.

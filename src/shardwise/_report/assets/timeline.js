@@ -1,7 +1,7 @@
 // When each instruction of a step runs: one row for each stream, to zoom, to pan and to go through.
 
 const BOUND_COLOURS = {
-  compute: "--cut0", memory: "--cut2", communication: "--cut3", launch: "--launch", unknown: "--whole",
+  compute: "--cut0", memory: "--cut2", communication: "--cut3", launch: "--launch", unknown: "--cut5",
 };
 const KIND_FIELDS = ["name", "op", "module", "line", "axes", "bound", "backward", "bytes", "flops"];
 const LANE = { axis: 20, label: 17, bar: 28, gap: 8, strip: 10 };

@@ -1,13 +1,5 @@
 // The four figures that one reads first. Each wears its label, and says when it is of an older state.
 
-const LABELS = {
-  exact: "arithmetic on shapes", modelled: "an estimate from the partitioned program", compiled: "reported by the chips' own compiler",
-};
-
-function labelOf(label, stale) {
-  return make("span", { class: `tag ${label}${stale ? " stale" : ""}`, title: stale ? "of an earlier state: its answer is on the way" : LABELS[label] }, stale ? `${label}, stale` : label);
-}
-
 // What is known, best first: [label, memory, stale]; answers of other states come last.
 function bestOf(known, query) {
   const order = ["compiled", "estimate", "exact"].map((kind) => known[kind]).filter((one) => one && !one.error);
@@ -23,23 +15,6 @@ function memoryOf(answer) {
   const used = parts.reduce((total, [, bytes]) => total + bytes, 0);
   const fits = answer.label === "compiled" ? answer.fits : capacity && used > capacity ? false : null;
   return { used: answer.peak_bytes || used, capacity, fits, parts: parts.map(([name, bytes, label]) => [name, bytes, label, PART_COLOURS[name]]) };
-}
-
-function card(id, title, { state = "plain", word, big, unit, lines, tag, bar, act }) {
-  return make("article", { class: `card ${state}`, id, "aria-label": title },
-    make("header", {}, make("h2", {}, title), tag || ""),
-    make("p", { class: "big" }, word ? make("span", { class: "verdict-word" }, word, " ") : "", make("span", { class: "figure" }, big), unit ? make("span", { class: "unit" }, ` ${unit}`) : ""),
-    bar || "",
-    ...(lines || []).filter(Boolean).map((line) => make("p", { class: "small-line" }, line)),
-    act || "");
-}
-
-function stackBar(parts, most, capacity, label) {
-  const bar = make("div", { class: "stack", role: "img", "aria-label": label }, parts.map(([name, bytes, , colour]) => make("span", {
-    title: `${name}: ${typeof bytes === "string" ? bytes : showBytes(bytes)}`, style: `width:${(100 * bytes) / most}%;background:var(${colour})`,
-  })));
-  if (capacity) bar.append(make("i", { class: "limit", style: `left:${Math.min(100, (100 * capacity) / most)}%` }));
-  return bar;
 }
 
 function showFigures(element, known, query, waiting, go) {

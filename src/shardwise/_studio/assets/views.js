@@ -62,37 +62,30 @@ class Views {
       Memory: () => showMemory(place, [side]),
       Time: () => showStepTime(place, proved ? side : null, known.estimate, query, this.page),
       Collectives: () => showSent(place, proved ? side : null, known.estimate, query, this.page),
-      Findings: () => showFindings(place, side, (path) => { this.chosen = path; this.choose("Model", true); }),
+      Findings: () => this.showFindings(place, side, (path) => { this.chosen = path; this.choose("Model", true); }),
       Mesh: () => showMesh(place, side, (leaf) => { this.chosen = leaf.path; this.choose("Model", true); }),
     })[this.name]();
   }
 
   showModel(place, side) {
     if (!side.leaves.length) return place.replaceChildren(make("p", { class: "faint" }, "There are no leaves."));
-    const [left, right, below] = [make("div", { class: "left" }), make("div", { class: "map" }), make("section", { id: "leaf", "aria-labelledby": "leaf-title" })];
-    place.replaceChildren(make("h2", { id: "model-title", class: "hidden" }, "The model"), make("div", { class: "columns" }, left, right), below);
-    const before = this.tree;
-    const pick = (leaf, members, from) => {
-      this.chosen = leaf.path;
-      showLeaf(below, side, leaf, members);
-      if (from !== "tree") this.tree.reveal(leaf);
-      if (from !== "map") { this.map.chosen = leaf; this.map.draw(); }
-    };
-    this.map = new Treemap(right, side, { pickLeaf: (leaf) => pick(leaf, null, "map") });
-    this.tree = new Tree(left, side, {
-      pickLeaf: (leaf, members) => pick(leaf, members, "tree"),
-      pickModule: (node) => this.map.zoom(node.members ? node.members[0].parent : node),
+    const [model, below] = [make("div", {}), make("section", { id: "leaf", "aria-labelledby": "leaf-title" })];
+    place.replaceChildren(make("h2", { id: "model-title", class: "hidden" }, "The model"), model, below);
+    // What was searched for, folded and open stays from one state to the next.
+    const before = this.model;
+    const by = before ? before.state.by.filter((name) => side.groups.some((group) => group.name === name)) : [];
+    this.model = new ModelView(model, side, {
+      state: before ? { ...before.state, by } : {},
+      picked: (leaf, members, from, name) => { this.chosen = leaf.path; showLeaf(below, side, leaf, members, name); },
     });
-    if (before) {
-      this.tree.open = before.open;
-      const { query, sort, fold } = before.state;
-      left.querySelector("#search").value = query;
-      left.querySelector("#sort").value = sort;
-      left.querySelector("#fold").checked = fold;
-      this.tree.set({ query, sort, fold });
-    }
+    if (before) { this.model.tree.open = before.tree.open; this.model.tree.show(); }
     const leaf = side.leaves.find((one) => one.path === this.chosen) || side.leaves.reduce((most, one) => (one.held > most.held ? one : most));
-    pick(leaf, null, "start");
+    this.model.choose(leaf, "start");
+  }
+
+  showFindings(place, side, pick) {
+    if (side.findings.length) return showFindingList(place, side, pick);
+    return place.replaceChildren(make("h2", { id: "findings-title" }, "No findings"));
   }
 }
 
