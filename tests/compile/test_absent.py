@@ -78,6 +78,18 @@ def test_tensor_and_data_parallel(on):
     assert rest == pytest.approx(ring(2 * KERNEL // 4, 2), abs=16)
     (row,) = [row for row in compiled.collectives if row.axes == ("model",)]
     assert row.source.module == "down" and "test_compile.py:" in row.source.place
+    # Devices are numbered host by host: `model` stays on one, `data` does not.
+    spread = 2 if on.startswith("h200") else 1
+    assert {(c.axes == ("model",), c.hosts) for c in compiled.collectives} == {
+        (True, 1),
+        (False, spread),
+    }
+    heads = [line for line in str(compiled).splitlines() if line.startswith("over ")]
+    told = {line.split(":")[0]: line.rpartition(", ")[2] for line in heads}
+    if on.startswith("h200"):
+        assert told["over model"] == "inside hosts" and told["over data"] == "across 2 hosts"
+    else:
+        assert not any("across" in line or "inside" in line for line in heads)
 
 
 POINTS = [

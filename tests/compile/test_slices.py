@@ -29,6 +29,8 @@ def test_gradients_are_reduced_between_slices(two):
     largest = max(
         (c for c in compiled.collectives if c.axes == ("data",)), key=lambda c: c.sent_bytes
     )
+    assert largest.hosts == 2 and largest.crosses
+    assert "across 2 slices" in str(compiled) and "inside slices" in str(compiled)
     assert largest.devices == 2 and largest.source.place.startswith("tests/support/mlp_step.py")
 
 

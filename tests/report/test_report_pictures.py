@@ -103,6 +103,13 @@ def test_pointing_shows_a_moment_and_an_owner_is_followed(compiled, open_page):
         assert page.locator(".live-area.lit").count() == 1
         first.click()
         assert page.locator(".live-area.lit").count() == 0
+        # The list is one stop of the Tab key; arrows go through it.
+        stops = page.locator(".live-owner[tabindex='0']")
+        assert stops.count() == 1
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("Enter")
+        assert page.locator(".live-owner").nth(1).get_attribute("aria-pressed") == "true"
+        assert stops.count() == 1
 
 
 def test_the_same_as_a_table(compiled, open_page):

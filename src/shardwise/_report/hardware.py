@@ -9,8 +9,8 @@ from typing import Any
 from .._chips import parse_chips
 from .._time import torus_of
 
-# The most devices of a slice whose places on the torus the page has.
-_MOST = 4096
+# The most devices of a slice that the page draws one by one, at their places on the torus.
+_MOST = 1024
 
 
 def hardware_data(

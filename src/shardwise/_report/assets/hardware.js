@@ -85,7 +85,9 @@ function wiringOf(side, width) {
   const small = side.devices > 64;
   const sizes = small ? [24, 19, 15, 12] : [52, 44, 36, 30, 26];
   const tried = sizes.map((cell) => wiringWith(side, width, cell, small ? 5 : Math.round(cell * 0.42)));
-  return tried.find((one) => one.width <= width + 14 && one.height <= 480) || tried[tried.length - 1];
+  const fits = tried.filter((one) => one.width <= width + 14 && one.height <= 480);
+  // All boxes in a row, if they can be.
+  return fits.find((one) => one.across === one.boxes.length) || fits[0] || tried[tried.length - 1];
 }
 
 function wiringWith(side, width, cell, gap) {

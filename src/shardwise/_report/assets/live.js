@@ -47,7 +47,7 @@ class LiveView {
     });
     this.head = make("h4", { class: "live-when" });
     this.runs = make("p", { class: "faint live-runs" });
-    this.list = make("ul", { class: "live-owners" });
+    this.list = make("ul", { class: "live-owners", "aria-label": "Owners; the arrow keys move between them", onkeydown: (event) => this.step(event) });
     this.element = make("div", { class: "live" },
       make("div", { class: "live-figure" }, this.plot,
         make("p", { class: "faint live-help" }, "Point at a moment, or use the arrow keys; P is the peak. Choose an owner to follow it through the step.")),
@@ -91,10 +91,26 @@ class LiveView {
     this.runs.textContent = `At ${this.when(moment)}${live.running[moment] ? `: ${live.running[moment]}` : ""}`;
     const order = live.owners.map((owner, i) => [owner.bytes[moment], i]).filter(([bytes]) => bytes).sort((a, b) => b[0] - a[0]);
     this.list.replaceChildren(...order.map(([bytes, i]) => { this.items[i].bytes.textContent = showBytes(bytes); return this.items[i].row; }));
+    this.stop(this.list.querySelector("button"));
     const most = order.slice(0, 3).map(([bytes, i]) => `${this.name(live.owners[i])} ${showBytes(bytes)}`).join("; ");
     this.plot.setAttribute("aria-valuenow", moment + 1);
     this.plot.setAttribute("aria-valuetext", `${this.when(moment)}: ${showBytes(total)} alive${moment === live.peak ? ", the peak" : ""}. ${most}`);
     if (this.cursor) this.move();
+  }
+
+  // The list is one stop of the Tab key.
+  stop(chosen) {
+    for (const button of this.list.querySelectorAll("button")) button.tabIndex = button === chosen ? 0 : -1;
+  }
+
+  step(event) {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const buttons = [...this.list.querySelectorAll("button")];
+    const next = buttons[buttons.indexOf(document.activeElement) + by];
+    if (!by || !next) return;
+    event.preventDefault();
+    this.stop(next);
+    next.focus();
   }
 
   light(i) {
