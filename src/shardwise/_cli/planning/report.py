@@ -37,11 +37,12 @@ _AGAINST = "The one to compare with"
 @command(
     help="""Draw a layout, or its compilation, as one HTML page that any browser opens from disk.
 
-The page shows the verdict and findings, the memory of a device against its capacity, the model as a
-tree and by size, how each leaf is split over the mesh, what each device holds and, with --compile,
-every collective with its line of code and, for GPUs and TPUs, how long a step takes, with a
-timeline. TARGET is as in shardwise plan, or a file written by plan --save or compile --save. With
---against, or any option that begins with it, two are drawn side by side.
+The page shows whether it fits, how fast it is, what is wrong and what to do; the memory of a device
+against its capacity, the model as a tree and by size, how each leaf is split over the mesh, what
+each device holds and, with --compile, every collective with its line of code and, for GPUs and
+TPUs, how long a step takes, with a timeline. TARGET is as in shardwise plan, or a file written by
+plan --save or compile --save. With --against, or any option that begins with it, two are compared:
+the differences first, then each.
 
 Examples:
 
