@@ -181,6 +181,10 @@ def test_findings_have_their_help_and_lead_to_their_leaf(open_page):
         page.click("#findings .link >> nth=0")
         assert page.inner_text("#leaf-title") == first.path
         assert "cannot be split this way" in page.inner_text("#leaf")
+        flagged = page.locator(".tree .row", has=page.locator(".severity.error"))
+        assert flagged.evaluate_all("all => all.map(row => row.dataset.path)") == [
+            f.path for f in findings if f.path.startswith("blocks.0.")
+        ]
         assert page.locator("#card-fit.bad").count() == page.locator("#card-wrong.bad").count() == 1
         assert f"{len(findings.errors)} errors" in page.inner_text("#card-wrong")
         assert f"Fix {len(findings)} errors" in page.inner_text("#card-do")

@@ -144,6 +144,10 @@ def test_without_a_compilation_it_says_what_is_not_known_and_what_tells_it(
         "shardwise report shardwise.examples.text:recipe --on h100:1x8 --mesh data=8 --strategy fsdp"
         " --compile -o " in out.read_text()
     )
+    # A bare model has no batch of its own, and without chips there is nothing to compile for.
+    how = ("--mesh", "data=8", "--strategy", "fsdp", "-o", str(out))
+    assert run("report", "shardwise.examples.decoder:make", *how)[0] == 0
+    assert "--strategy fsdp --on CHIPS --inputs SHAPES --compile -o " in out.read_text()
 
 
 # --- links, keys ----------------------------------------------------------------------------------

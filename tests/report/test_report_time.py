@@ -211,6 +211,19 @@ def test_a_slice_shows_its_line_when_it_is_pointed_at_and_chosen(compiled, open_
         page.mouse.move(5, 5)
         assert not page.is_visible(".tip")
 
+        # From a slice to the collectives, and to the leaves of its module.
+        page.mouse.click(*point(page, link))
+        page.click("text=All collectives by line")
+        assert page.get_attribute("#traffic-by-line", "aria-selected") == "true"
+        inside = [
+            e for e in compiled.timeline().events if e.get("module", "").startswith("blocks.")
+        ]
+        event = max(inside, key=lambda event: (event["stream"] == "compute", event["seconds"]))
+        page.mouse.click(*point(page, event))
+        page.click("text=Show its leaves")
+        assert page.inner_text(".map .crumbs b") == "blocks.{0..1}"
+        assert page.evaluate("document.activeElement.id") == "model-title"
+
 
 def test_the_wheel_zooms_around_the_pointer_and_dragging_pans(compiled, open_page):
     with open_page(compiled.report()) as page:

@@ -37,11 +37,12 @@ _AGAINST = "The one to compare with"
 @command(
     help="""Draw a layout, or its compilation, as one HTML page that any browser opens from disk.
 
-The page shows the verdict and findings, the memory of a device against its capacity, the model as a
-tree and by size, how each leaf is split over the mesh, what each device holds and, with --compile,
-every collective with its line of code and, for GPUs and TPUs, how long a step takes, with a
-timeline. TARGET is as in shardwise plan, or a file written by plan --save or compile --save. With
---against, or any option that begins with it, two are drawn side by side.
+The page shows whether it fits, how fast it is, what is wrong and what to do; the memory of a device
+against its capacity, the model as a tree and by size, how each leaf is split over the mesh, what
+each device holds and, with --compile, every collective with its line of code and, for GPUs and
+TPUs, how long a step takes, with a timeline. TARGET is as in shardwise plan, or a file written by
+plan --save or compile --save. With --against, or any option that begins with it, two are compared:
+the differences first, then each.
 
 Examples:
 
@@ -188,14 +189,14 @@ def report(
     }  # fmt: skip
     _reserve_devices(on, against_on)
     plans = [_plan(target, **how, **step)]
-    asks = [_asking(target, output, **how, **step)]
+    asks = [_asking(target, plans[0][1], output, **how, **step)]
     if against is not None or any(value is not None for value in other.values()):
         # The second takes its missing options from the first; rules and strategy only as a pair.
         if against_strategy is not None or against_rules is not None:
             how |= {"strategy": None, "min_bytes": None, "rules": None}
         how |= {name: value for name, value in other.items() if value is not None}
         plans.append(_plan(against or target, **how, **step))
-        asks.append(_asking(against or target, output, **how, **step))
+        asks.append(_asking(against or target, plans[1][1], output, **how, **step))
     from ..._report import report_of_plans
 
     with working(f"drawing {target}"):
@@ -262,8 +263,11 @@ def _plan(
     return name, plan_target(target, found, layout, inputs, method, calibration, compile=compile)
 
 
-def _asking(target: str, output: str, *, compile: bool, on: str, **options: Any) -> str:
-    """Returns the command that draws the same, compiled; chips are the reader's to choose."""
+def _asking(target: str, plan: Plan, output: str, *, compile: bool, on: str, **options: Any) -> str:
+    """Returns the command that draws the same, compiled.
+
+    What only the reader knows is in capitals: the chips, and the inputs of a model without a recipe.
+    """
     if target.endswith(".json"):
         return f"shardwise compile TARGET --layout {shlex.quote(target)} --on {on if on != 'none' else 'CHIPS'}"
     given = {"on": on if on != "none" else None, **options}
@@ -273,6 +277,8 @@ def _asking(target: str, output: str, *, compile: bool, on: str, **options: Any)
             words += [f"--{name.replace('_', '-')}", shlex.quote(str(value))]
     if on == "none":
         words += ["--on", "CHIPS"]
+    if plan.optimizer_bytes is None and options["inputs"] is None:
+        words += ["--inputs", "SHAPES"]
     return " ".join([*words, "--compile", "-o", shlex.quote(output)])
 
 

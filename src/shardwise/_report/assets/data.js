@@ -21,6 +21,11 @@ function readSide(raw, number) {
     return leaf;
   });
   side.groups = groupsOf(side);
+  // What is found wrong with each leaf.
+  side.flags = new Map();
+  for (const finding of raw.findings) {
+    for (const path of [finding.path, ...finding.more]) side.flags.set(path, [...(side.flags.get(path) || []), finding]);
+  }
   side.tree = buildTree(side.leaves);
   side.timeline = raw.time && raw.time.timeline ? readTimeline(raw.time.timeline) : null;
   return side;

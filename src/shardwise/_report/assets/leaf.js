@@ -45,7 +45,10 @@ function showLeaf(element, side, leaf, members, name) {
   const why = make("div", {}, make("p", {}, make("b", {}, "decided by "), leaf.reason),
     leaf.trail.length ? make("details", {}, make("summary", {}, `considered, in order: ${leaf.trail.length}`),
       make("ol", {}, leaf.trail.map((text) => make("li", {}, text)))) : null,
-    leaf.faults.map((text) => make("p", { class: "bad-text" }, text)));
+    leaf.faults.map((text) => make("p", { class: "bad-text" }, text)),
+    // An error is among its faults already.
+    (side.flags.get(leaf.path) || []).filter((finding) => finding.severity !== "error").map((finding) =>
+      make("p", {}, make("b", { class: "severity" }, `${finding.code} ${finding.name}: `), `${finding.message}; ${finding.help}`)));
   element.replaceChildren(title, facts,
     make("div", { class: "columns" }, make("div", {}, leaf.shape.length ? dims : make("p", { class: "faint" }, "A scalar has no dims."), why),
       leaf.faults.length ? make("p", { class: "faint" }, "There is no drawing: the leaf cannot be split this way.") : drawing(side, leaf)));

@@ -92,7 +92,7 @@ function showSide(side) {
 // What shows the leaves of a module, by the name that the compiler has for it; or null.
 function modulePlace(name) {
   if (!name || !model) return null;
-  const plain = (path) => path.split(".").filter((key) => !/^(\d+|#|\{.*\})$/.test(key)).join(".");
+  const plain = (path) => path.replace(/\{[^}]*\}/g, "#").split(".").filter((key) => !/^(\d+|#)$/.test(key)).join(".");
   const wanted = plain(name);
   const within = (path) => plain(path) === wanted || plain(path).startsWith(`${wanted}.`);
   if (!wanted || !now.leaves.some((leaf) => within(leaf.path))) return null;
@@ -156,7 +156,7 @@ byId("foot").replaceChildren(make("p", {},
 // Which tab of a section is chosen is a part of the address too.
 byId("report").addEventListener("click", (event) => {
   const tab = event.target.closest('[role="tab"]');
-  if (tab && tab.id && event.isTrusted) link.set({ tab: tab.id });
+  if (tab && tab.id) link.set({ tab: tab.id });
 });
 addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName) && event.target.type !== "checkbox";

@@ -65,6 +65,7 @@ class Tree {
     },
     make("span", { role: "gridcell", class: "name", style: `--depth:${depth}`, title: view.full },
       make("span", { class: "twist", "aria-hidden": true }, leaf ? "" : open ? "▾" : "▸"), view.label,
+      leaf && membersOf(view).some((member) => this.side.flags.has(member.path)) ? flagOf(this.side, membersOf(view)) : "",
       count > 1 && /^\{|\.\{/.test(view.label) ? make("span", { class: "times" }, ` ×${count}`) : "",
       leaf ? make("span", { class: "faint shape" }, ` ${showShape(leaf.dtype, leaf.shape)}${count > 1 ? ` ×${count}` : ""}`) : ""),
     make("span", { role: "gridcell", class: "spec", title: leaf ? leaf.spec : null }, leaf ? specText(this.side, leaf.spec) : make("span", { class: "faint" }, plural(node.count, "leaf", "leaves"))),
@@ -127,6 +128,12 @@ class Tree {
     const index = this.list.rows.findIndex((row) => row.view === view);
     if (index >= 0) { this.at = index; this.list.reveal(index); }
   }
+}
+
+function flagOf(side, members) {
+  const found = members.flatMap((member) => side.flags.get(member.path) || []);
+  const worst = found.some((finding) => finding.severity === "error") ? "error" : "warning";
+  return make("span", { class: `severity ${worst}`, role: "img", "aria-label": worst, title: `${found[0].code} ${found[0].name}: ${found[0].message}` }, worst === "error" ? " ✗" : " !");
 }
 
 // A spec with its axes in their colours.
