@@ -1,6 +1,7 @@
 """What a run is with fewer processes: planned ahead, checked, and the same as what then runs."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -176,7 +177,9 @@ def test_a_smaller_mesh_is_compiled_before_it_is_needed(tmp_path):
     assert planned.sizes == [1, 2, 4] and planned[1].state_bytes < 5 << 30
     run, said = Elastic(tmp_path, 4, 1, 0), []
     run.plan(planned.sizes)
-    assert compile_ahead(recipe, layout, planned, run, 5 << 30, said.append) == [2, 4]
+    given = (recipe, layout, planned, run, 5 << 30, said.append)
+    with ThreadPoolExecutor(1) as beside:  # as in a run, whose steps go on
+        assert beside.submit(compile_ahead, *given).result() == [2, 4]
     assert run.sizes() == [2, 4]  # what the launcher goes by
     (line,) = said  # no slice has two chips, so two are not compiled
     assert line.startswith("elastic: 1 of 4 cannot go on: each device of data=1 needs 6.")
@@ -189,6 +192,15 @@ def test_a_smaller_mesh_is_compiled_before_it_is_needed(tmp_path):
         sw.elastic_plan(
             recipe, layout, 4, sizes=[1], capacity=5 << 30, compiled=True
         ).require(1)  # fmt: skip
+
+
+def test_what_cannot_be_compiled_ahead_may_still_be_used():
+    recipe, layout = on_chips("v5p:2x2x1")
+    recipe, said = dataclasses.replace(recipe, loss=lambda model, x: x.nothing), []
+    planned = sw.elastic_plan(recipe, layout, 4, sizes=[1])
+    assert compile_ahead(recipe, layout, planned, None, None, said.append) == [1, 4]
+    (line,) = said
+    assert line.startswith("elastic: 1 of 4 could not be compiled ahead: ") and "nothing" in line
 
 
 @pytest.mark.once

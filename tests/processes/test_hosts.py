@@ -162,7 +162,9 @@ def test_pods_are_started_again_with_fewer_and_with_all(tmp_path):
         pods = Pods(hosts, tmp_path, [*train, "30", "0.01"])
         pods.until(r"step 12/30")
         hosts.kill(names[1])
-        assert pods.end() == [75, -9], "".join(pods.lines)
+        # JAX may abort the other before it has found out whom it lost: then it cannot name it.
+        codes = pods.end()
+        assert codes[0] in (75, -6) and codes[1] == -9, "".join(pods.lines)
     # A node is gone: the JobSet is applied again with one pod. Its memory is new.
     with Hosts(names[0], domain="shardwise") as hosts:
         pods = Pods(hosts, tmp_path, [*train, "20", "0"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._compile import CompileError, find_compiler
+from .._compile import find_compiler
 from .._layout import Layout
 from .._nnx import Recipe
 from .._processes import Elastic
 from .chips_left import chips_left
 from .plan import ElasticPlan, elastic_plan
+
+# What a compiler says may fill pages.
+_LONGEST = 400
 
 
 def compile_ahead(
@@ -45,10 +48,9 @@ def compile_ahead(
             (found,) = elastic_plan(
                 recipe, layout, full, sizes=[size], capacity=capacity, compiled=True
             )
-        except CompileError as error:
-            say(
-                f"elastic: {size} of {full} could not be compiled ahead: {str(error).splitlines()[0]}"
-            )
+        except Exception as error:  # of the compiler, or of the user's code: the run goes on
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST]
+            say(f"elastic: {size} of {full} could not be compiled ahead: {why}")
             continue
         if found.problem is not None:
             sizes = [s for s in sizes if s != size]

@@ -7,8 +7,9 @@ import math
 from jax.sharding import Mesh
 
 from .._base import show_bytes
+from .._check import LayoutError
 from .._chips import CHIPS, Chips, tpu_slices
-from .._compile import compile, step_machine
+from .._compile import CompileError, compile, step_machine
 from .._layout import Layout
 from .._mesh import AnyMesh, chips_of, show_mesh
 from .._nnx import Recipe
@@ -42,9 +43,14 @@ def compiled_peak(recipe: Recipe, layout: Layout, capacity: int | None) -> tuple
     """Returns what one device needs (compiled), and why that does not fit, if it does not.
 
     Raises:
-        ValueError: the compiler is not installed, or has failed.
+        CompileError: the compiler is not installed, or has failed: that says nothing about memory.
     """
-    found = compile(recipe, layout, show=False)
+    try:
+        found = compile(recipe, layout, show=False)
+    except LayoutError:
+        raise
+    except ValueError as error:
+        raise CompileError(str(error)) from error
     peak = found.memory.peak if found.memory is not None else None
     if found.fits is False:
         return peak, found.verdict.splitlines()[0]
