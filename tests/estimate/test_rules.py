@@ -101,3 +101,19 @@ def test_convolutions_and_their_gradients_do_the_same_work(stride):
     size = (32 - 2) // stride + 1
     flops = 2 * 8 * size * size * 2 * 2 * 16 * 64
     assert found == dict.fromkeys(("convForward", "BackwardFilter", "BackwardInput"), flops)
+
+
+class Mystery(nnx.Module):
+    def __call__(self, x):
+        call = jax.ffi.ffi_call("mystery", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return call(jnp.sin(x))
+
+
+def test_an_unknown_custom_call_is_named_and_widens_the_bound():
+    layout = sw.layout(Mystery, sw.mesh("data=4", on="h100:1x4"), "dp")
+    x = jax.ShapeDtypeStruct((4096, 4096), "float32")
+    found = sw.estimate(Mystery, layout, inputs=x)
+    assert found.unpriced == {"mystery": 1}
+    assert found.parts["unknown"] > 0
+    assert found.high - found.seconds > 10 * found.parts["unknown"]
+    assert str(found).splitlines()[2] == "not priced, only the memory that they move: mystery"
