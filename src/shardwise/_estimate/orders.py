@@ -67,7 +67,9 @@ def forward_of(
     spatial = [c for c in out if c.isdigit()]
     covers = math.prod(right.dims[rhs.index(c)] for c in spatial)
     stays = math.prod(result.dims[out.index(c)] for c in spatial)
-    dilated = {name: re.search(rf"{name}=([\dx]+)", window) for name in ("lhs_dilate", "rhs_dilate")}
+    dilated = {
+        name: re.search(rf"{name}=([\dx]+)", window) for name in ("lhs_dilate", "rhs_dilate")
+    }
     steps = {name: found[1] if found else "1" for name, found in dilated.items()}
     if covers > stays and lhs.index("f") < lhs.index("b"):
         turned = str.maketrans("bf", "fb")
