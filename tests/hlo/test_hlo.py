@@ -110,6 +110,22 @@ def test_lines_frames_and_loops():
     assert row.source.place.endswith("model.py:42")
 
 
+def test_elements_of_tuples_as_the_tpu_compiler_dumps_them():
+    text = """HloModule step, num_partitions=4
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8] parameter(0)
+  %both = (f32[8], bf16[4]) fusion(%x), kind=kLoop, calls=%inner
+  %sent = bf16[4] collective-permute(%both#1), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}
+  ROOT %sum = f32[8] add(%both#0, %x)
+}
+"""
+    module = parse_hlo(text)
+    (permute,) = collectives(module, {"data": 4}, ())
+    assert (permute.shape, permute.arrays, permute.sent_bytes) == ("bf16[4]", 1, 8)
+    assert module.by_name["main"]["both#0"].shapes[0].dims == (8,)
+
+
 def test_no_entry_is_refused():
     with pytest.raises(ValueError, match="no entry"):
         parse_hlo("HloModule nothing\n")

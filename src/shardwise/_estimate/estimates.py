@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "p
 # A TPU's compiler computes what lies before and after a product with it, unless the product is
 # computed in parts: this much is left.
 _ABSORBED = 0.4
+# Custom calls that only move memory.
+_STREAMING = {"cu_threefry2x32", "cu_threefry2x32_ffi", "mhlo.topk", "TopK", "PartialReduce"}
 # What temporary arrays take, of those that are alive at once: what is lost between them, and copies.
 _TPU_TEMPORARY, _GPU_TEMPORARY = 1.09, 1.02
 # A TPU's program is in its memory: bytes of each kernel (140 to 170 kB in compiled steps).
@@ -43,7 +45,8 @@ class Estimate:
         seconds: one step.
         low: seconds that it takes at least, if the models err as far as they were seen to.
         high: seconds that it takes at most.
-        parts: how the seconds divide: `compute`, `memory`, `communication` (exposed), `launch`.
+        parts: how the seconds divide: `compute`, `memory`, `communication` (exposed), `launch`,
+            `unknown`.
         peak_bytes: the memory of one device at its peak.
         peak_bound: the peak if nothing that a compiler may free early is freed.
         capacity: what a program can use on one device.
@@ -56,6 +59,9 @@ class Estimate:
         model_flops: those without recomputation.
         tokens: tokens in a global batch; None if the batch has none.
         peak_flops: the device's peak per second, in bfloat16.
+        unpriced: custom calls that no model knows, by name, with how many times a step runs each:
+            `seconds` has the memory that they move and nothing of what they compute, and `high`
+            ten times as much.
     """
 
     chips: str
@@ -74,6 +80,7 @@ class Estimate:
     model_flops: int
     tokens: int | None
     peak_flops: float
+    unpriced: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -97,7 +104,7 @@ class Estimate:
 
     @property
     def verdict(self) -> str:
-        """Memory and time, in two lines."""
+        """Memory and time, in two lines, and what is not priced."""
         fits = "fits" if self.fits else "does not fit"
         text = (
             f"{fits}: needs about {show_bytes(self.peak_bytes)} of {show_bytes(self.capacity)} "
@@ -107,7 +114,11 @@ class Estimate:
         )
         if self.tokens_per_second is not None:
             text += f", {self.tokens_per_second:,.0f} tokens/s"
-        return f"{text}, mostly {self.bound}"
+        text += f", mostly {self.bound}"
+        if self.unpriced:
+            names = ", ".join(f"{n} ×{k}" if k > 1 else n for n, k in self.unpriced.items())
+            text += f"\nnot priced, only the memory that they move: {names}"
+        return text
 
     def __str__(self) -> str:
         """Returns the verdict and the collectives by axis."""
@@ -142,6 +153,7 @@ class _Run:
     traffic: dict[tuple[str, str], list[int]] = dataclasses.field(
         default_factory=lambda: defaultdict(lambda: [0, 0])
     )
+    unpriced: Counter[str] = dataclasses.field(default_factory=Counter)
     flops: int = 0
     recomputed: int = 0
     kernels: int = 0
@@ -158,6 +170,8 @@ class _Run:
         for key, (count, sent) in other.traffic.items():
             self.traffic[key][0] += times * count
             self.traffic[key][1] += times * sent
+        for name, count in other.unpriced.items():
+            self.unpriced[name] += times * count
         self.flops += times * other.flops
         self.recomputed += times * other.recomputed
         self.kernels += other.kernels
@@ -234,6 +248,8 @@ class Estimator:
                 now = max(now, inputs) + price.seconds
                 run.parts[price.bound] += price.seconds
                 run.kinds[price.kind] += price.seconds
+                if not price.known:
+                    run.unpriced[op.attributes.get("call_target_name", op.kind).strip('"')] += 1
                 run.flops += price.flops
                 run.recomputed += price.flops if is_recomputed(op.location) else 0
                 for partner in kernel.partners:
@@ -475,7 +491,10 @@ class Estimator:
                 flops / (0.5 * self.machine.peak_flops), access.total / self.pricer.bandwidth
             )
             return Price(seconds, "attention", access.total, flops)
-        return self.pricer.streamed(access, 1.0)
+        price = self.pricer.streamed(access, 1.0)
+        if target.strip('"') in _STREAMING:
+            return price
+        return dataclasses.replace(price, kind="unknown", known=False)
 
     def _peak(self, block: Block) -> tuple[int, int]:
         return peak_of(block, lambda kernel: self._loop_peak(kernel.op), self.program.host)
@@ -490,7 +509,8 @@ class Estimator:
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:
     """Returns what a partitioned step takes on some chips."""
     run = Estimator(program, machine).run()
-    off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in run.kinds.items()))
+    known = {kind: t for kind, t in run.kinds.items() if kind != "unknown"}
+    off = math.sqrt(sum((1.5 * SPREAD[kind] * t) ** 2 for kind, t in known.items()))
     off = max(off, 0.08 * run.seconds)
     seconds = machine.at_least(run.seconds)
     temporary, code = _GPU_TEMPORARY, 0
@@ -508,7 +528,7 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
         mesh=dict(machine.mesh),
         seconds=seconds,
         low=max(0.0, seconds - off),
-        high=seconds + off,
+        high=seconds + off + 10 * run.kinds.get("unknown", 0.0),
         parts={name: value for name, value in run.parts.items() if value > 0},
         peak_bytes=state + away + int(temporary * run.peak) + code,
         peak_bound=state + 2 * away + int(temporary * run.bound) + code,
@@ -520,4 +540,5 @@ def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estim
         model_flops=run.flops - run.recomputed,
         tokens=tokens,
         peak_flops=machine.peak_flops,
+        unpriced=dict(run.unpriced),
     )

@@ -446,7 +446,7 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
             (source,), (part,) = op.operands, op.results
             parts = math.prod(size for _, size in op.axes)
             windowed = source in products and parts in RINGS
-            turned = [user.kind for user in users[part]] == ["transpose"]
+            turned = _turned(part, users)
             if not windowed and not _in_tiles(shapes[source], shapes[part], parts, turned):
                 total = len(shapes)
                 shapes[total] = shapes[source]
@@ -476,8 +476,22 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
                     shapes[part] = dataclasses.replace(
                         shapes[scattered[0]], dtype=shapes[op.results[0]].dtype
                     )
-                    found.append(dataclasses.replace(op, kind="reduce-scatter", axes=inner,
-                                                     results=(part,), dims=user[0].dims))  # fmt: skip
+                    ways, turned = math.prod(n for _, n in inner), _turned(scattered[0], users)
+                    whole = shapes[op.results[0]]
+                    if (
+                        ring
+                        and ways not in RINGS
+                        and not _in_tiles(whole, shapes[part], ways, turned)
+                    ):
+                        total = len(shapes)
+                        shapes[total] = whole
+                        found.append(dataclasses.replace(op, axes=inner, results=(total,)))
+                        found.append(
+                            dataclasses.replace(user[0], operands=(total,), results=(part,))
+                        )
+                    else:
+                        found.append(dataclasses.replace(op, kind="reduce-scatter", axes=inner,
+                                                         results=(part,), dims=user[0].dims))  # fmt: skip
                     op = dataclasses.replace(op, operands=(part,), axes=outer)
                     found.append(dataclasses.replace(op, results=scattered))
                     gone |= {id(each) for each in (*through, user[0])}
@@ -504,6 +518,14 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
                 continue
         found.append(op)
     return found
+
+
+def _turned(value: int, users: dict[int, list[Op]]) -> bool:
+    """Returns whether nothing but a transpose reads a value, through casts."""
+    near = users[value]
+    while len(near) == 1 and near[0].kind == "convert":
+        near = users[near[0].results[0]]
+    return [op.kind for op in near] == ["transpose"]
 
 
 def _in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> bool:

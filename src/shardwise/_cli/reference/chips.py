@@ -89,9 +89,11 @@ def chips(
 
 def _measure(save: str | None, limit: float, format: Format) -> None:
     from ..._base import text_table
+    from ..._compile import start_backends
     from ..._measure import measure
 
     require_writable(save)
+    start_backends()  # which otherwise print what each compiler without its device lacks
     found, rows = measure(limit, lambda text: typer.echo(f"measuring {text}", err=True))
     if save is not None:
         found.save(save)
