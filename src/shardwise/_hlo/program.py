@@ -65,6 +65,11 @@ class Instruction:
         return found[1].replace('\\"', '"').replace("\\'", "'") if found else ""
 
     @property
+    def has_line(self) -> bool:
+        """Whether it says which line of Python it comes from."""
+        return "stack_frame_id=" in self.rest or "source_line=" in self.rest
+
+    @property
     def called(self) -> tuple[str, ...]:
         """The computations it calls, except those that only reduce two numbers."""
         found = re.findall(
@@ -107,6 +112,11 @@ class Module:
     computations: dict[str, list[Instruction]]
     frames: dict[int, tuple[str, int, str, int]]
     partitions: int = 1
+
+    @functools.cached_property
+    def has_lines(self) -> bool:
+        """Whether any instruction says which line it comes from."""
+        return any(i.has_line for found in self.computations.values() for i in found)
 
     @functools.cached_property
     def by_name(self) -> dict[str, dict[str, Instruction]]:

@@ -101,7 +101,11 @@ def _nearest_place(
     module: Module, computation: str, instruction: Instruction, paths: Collection[str]
 ) -> Source | None:
     first = None
+    if not module.has_lines:
+        return None
     for _, found in _around(module, computation, instruction):
+        if not found.has_line:  # most of what is looked at: reading its name takes longer
+            continue
         near = source_of(module, found, paths)
         if not near.place:
             continue

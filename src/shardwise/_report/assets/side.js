@@ -3,10 +3,14 @@
 class SideList {
   // `go(id)` is called when a section is chosen, `at(id)` when one is scrolled to.
   constructor(element, { go, at }) {
-    Object.assign(this, { element, go, at, links: new Map(), quiet: 0 });
+    Object.assign(this, { element, go, at, links: new Map(), jumped: false });
     this.menu = make("button", { type: "button", id: "menu", "aria-expanded": false, "aria-controls": "sections", onclick: () => this.expand(!this.isOpen) }, "Sections");
     this.list = make("ol", { id: "sections" });
     addEventListener("scroll", () => this.scrolled(), { passive: true });
+    // After a jump, the section that was asked for is the one until the reader moves.
+    for (const kind of ["wheel", "touchmove", "pointerdown", "keydown"]) {
+      addEventListener(kind, () => { this.jumped = false; }, { passive: true, capture: true });
+    }
     element.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !this.isOpen) return;
       this.expand(false);
@@ -44,7 +48,8 @@ class SideList {
   jump(id, focus = true) {
     const section = byId(id);
     if (!section) return;
-    this.quiet = performance.now() + 400;
+    this.jumped = true;
+    clearTimeout(this.later);
     section.scrollIntoView({ block: "start" });
     this.mark(id);
     const title = section.querySelector("h2");
@@ -52,7 +57,7 @@ class SideList {
   }
 
   scrolled() {
-    if (performance.now() < this.quiet) return;
+    if (this.jumped) return;
     const ids = [...this.links.keys()];
     let now = ids[0];
     for (const id of ids) {
