@@ -24,6 +24,10 @@ from jax.sharding import PartitionSpec as P
 import shardwise as sw
 from shardwise import models
 
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "step_time"))
+import models as networks  # noqa: E402 - of the step-time benchmark, which measures them
+import recipes  # noqa: E402
+
 
 def decoder(batch, **config):
     sizes = models.Config(**{"scan": True, "remat": "nothing_saveable"} | config)
@@ -103,6 +107,21 @@ def ring(width=1024, layers=2, batch=(16, 8192)):
     )
 
 
+def encoder_decoder():
+    def loss(model, batch):
+        logits = model(batch["source"], batch["target"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    shape = jax.ShapeDtypeStruct((64, 512), "int32")
+    return sw.Recipe(
+        model=lambda: networks.EncoderDecoder(32128, 1024, 16, 3, nnx.Rngs(0), dropout=0.0),
+        loss=loss,
+        optimizer=optax.adamw(1e-4),
+        batch={"source": shape, "target": shape, "labels": shape},
+        compute_dtype="bfloat16",
+    )
+
+
 MODELS = {
     "8B-like, 8 layers": lambda: decoder(
         (32, 4096), layers=8, width=4096, hidden=14336, heads=32, kv_heads=8, vocab=32000
@@ -118,6 +137,12 @@ MODELS = {
     ),
     "MLP": mlp,
     "ring": ring,
+    "ResNet-26": lambda: recipes.images(
+        lambda: networks.ResNet((2, 2, 2, 2), nnx.Rngs(0)), 256, 224, **recipes.BF16
+    ),
+    "ConvNeXt": lambda: recipes.images(
+        lambda: networks.ConvNext(192, 6, 1000, nnx.Rngs(0)), 256, 224, **recipes.BF16
+    ),
 }  # fmt: skip
 HELD_OUT = {
     "3B-like, 6 layers": lambda: decoder(
@@ -130,6 +155,22 @@ HELD_OUT = {
     "ring, wider": lambda: ring(width=1536, layers=1, batch=(32, 4096)),
     "MLP, float32": lambda: mlp(compute_dtype=None),
 }
+# After the third round (tiles of scattered sums, peaks of loops, convolutions).
+HELD_OUT |= {
+    "decoder, odd sizes": lambda: decoder(
+        (16, 1536), layers=7, width=1792, hidden=4864, heads=14, kv_heads=2, vocab=49152
+    ),
+    "ViT": lambda: recipes.vit(256, 224, 16, 1024, 16, 6, **recipes.BF16),
+    "encoder-decoder": encoder_decoder,
+    "experts, more": lambda: decoder(
+        (32, 1024), layers=3, width=1536, hidden=1024, heads=12, vocab=24576, experts=16,
+        capacity=1.5,
+    ),
+    "wide ResNet": lambda: recipes.images(
+        lambda: networks.WideResNet(((160, 3), (320, 3), (640, 3)), nnx.Rngs(0)), 512, 32,
+        **recipes.BF16,
+    ),
+}  # fmt: skip
 PLAIN = [
     ("data=16", "fsdp"),
     ("data=4,model=4", "fsdp+tensor"),
@@ -146,11 +187,18 @@ LAYOUTS = {
     "1B-like": [*PLAIN, STAGES[0]],
     "experts": [*PLAIN, *EXPERTS],
     "ring": [("data=4,seq=4", "fsdp"), ("data=2,seq=8", "fsdp")],
+    "ResNet-26": [("data=16", "fsdp")],
+    "ConvNeXt": [("data=16", "fsdp")],
 }
 HELD_OUT_LAYOUTS = [PLAIN[0], PLAIN[1], ("data=8,model=2", "fsdp+tensor"), PLAIN[3]]
 HELD_OUT_LATER = {
     "ring, wider": [("data=8,seq=2", "fsdp"), ("data=4,seq=4", "fsdp")],
     "MLP, float32": [("data=8,model=2", "fsdp+tensor")],
+    "decoder, odd sizes": [("data=16", "fsdp"), ("data=8,model=2", "fsdp+tensor")],
+    "ViT": [("data=16", "fsdp"), ("data=4,model=4", "fsdp+tensor")],
+    "encoder-decoder": [("data=8,model=2", "fsdp+tensor")],
+    "experts, more": [("data=2,expert=8", "fsdp, experts over expert")],
+    "wide ResNet": [("data=16", "fsdp")],
 }
 CHIPS = ["h100:2x8", "v5p:2x2x4"]
 
@@ -167,6 +215,13 @@ def points(words=()):
                     yield model, mesh, strategy, on
 
 
+def called_with(batch):
+    """Returns what the model itself is given of a batch."""
+    if isinstance(batch, dict):
+        return {name: array for name, array in batch.items() if name != "labels"}
+    return batch[0] if isinstance(batch, tuple) else batch
+
+
 def prepared(key):
     """Returns the recipe and the layout of a row."""
     model, mesh, strategy, on = key
@@ -177,7 +232,7 @@ def prepared(key):
         sw.mesh(mesh, on=on),
         rules,
         logical={"experts": experts} if experts else None,
-        inputs=recipe.batch if "tensor" in strategy else None,
+        inputs=called_with(recipe.batch) if "tensor" in strategy else None,
     )
     return recipe, layout
 

@@ -21,12 +21,17 @@ from shardwise._compile.toolchain import run as toolchain
 # XLA reads this when a backend starts. Most of the time goes into compiling: quickly is better
 # than well, and in one piece better than in many, where all cores have work anyway. What must hold
 # to the bit is tested with the usual flags too: tests/package/test_usual_flags.py.
-if os.environ.get("SHARDWISE_TESTS_XLA_FLAGS") != "usual":
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "")
-        + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        + " --xla_cpu_parallel_codegen_split_count=1"
-    )
+QUICK_FLAGS = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+given = os.environ.get("XLA_FLAGS", "")
+# Fusions through MLIR take twice as long to compile; later versions have no other way.
+if jax.__version_info__ < (0, 11):
+    QUICK_FLAGS += " --xla_cpu_use_fusion_emitters=false"
+# A worker inherits them: twice would be other flags to the cache of programs.
+if os.environ.get("SHARDWISE_TESTS_XLA_FLAGS") != "usual" and QUICK_FLAGS not in given:
+    os.environ["XLA_FLAGS"] = f"{given} {QUICK_FLAGS}"
 # Before any backend starts: every test runs on eight virtual devices.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.devices()  # so that no test depends on whether another one started them

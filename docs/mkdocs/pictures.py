@@ -34,7 +34,11 @@ def main() -> None:
         with browsers.opened(browser, file, **how) as page:
             page.click("text=Open all")
             page.click('.tree .row[data-path="blocks.0.attention.out"]')
-            shown = (("report", "top", "summary"), ("time", "time", "time"), ("model", "model", "leaf"))
+            shown = (
+                ("report", "top", "summary"),
+                ("time", "time", "time"),
+                ("model", "model", "leaf"),
+            )
             for name, first, last in shown:
                 page.screenshot(
                     path=ROOT / "docs" / "assets" / f"{name}.png",
@@ -49,7 +53,12 @@ def _around(page, first, last):
     top = page.locator(f"#{first}").bounding_box()["y"] if first != "top" else 0
     end = page.locator(f"#{last}").bounding_box()
     left = 0 if first == "top" else page.locator(f"#{first}").bounding_box()["x"] - 16
-    return {"x": left, "y": top, "width": WIDTH - left, "height": end["y"] + end["height"] - top + 8}
+    return {
+        "x": left,
+        "y": top,
+        "width": WIDTH - left,
+        "height": end["y"] + end["height"] - top + 8,
+    }
 
 
 if __name__ == "__main__":

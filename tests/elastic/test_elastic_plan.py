@@ -10,8 +10,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
-from shardwise._elastic import scaled
+from shardwise._elastic import compile_ahead, scaled
 from shardwise._mesh import free_axis
+from shardwise._processes import Elastic
 
 
 def make():
@@ -154,3 +155,57 @@ def test_wrong_inputs(given, text, tmp_path):
     rows = np.ones((24, 12), "float32")
     with pytest.raises(ValueError, match=text):
         sw.fit(recipe_of(24), layout_on("data=1", "cpu:1"), sw.data(rows), **arguments)
+
+
+def wide():
+    return nnx.Linear(8192, 49152, use_bias=False, rngs=nnx.Rngs(0))
+
+
+def on_chips(on):
+    recipe = dataclasses.replace(
+        recipe_of(96), model=wide, batch=jax.ShapeDtypeStruct((96, 8192), "float32")
+    )
+    return recipe, sw.layout(wide, sw.mesh("data=-1", on=on), "fsdp")
+
+
+@pytest.mark.once
+def test_a_smaller_mesh_is_compiled_before_it_is_needed(tmp_path):
+    """Its state alone would fit, and of a TPU no peak is modelled: only the compiler can tell."""
+    recipe, layout = on_chips("v5p:2x2x1")
+    planned = sw.elastic_plan(recipe, layout, 4, sizes=[2, 1], capacity=5 << 30)
+    assert planned.sizes == [1, 2, 4] and planned[1].state_bytes < 5 << 30
+    run, said = Elastic(tmp_path, 4, 1, 0), []
+    run.plan(planned.sizes)
+    assert compile_ahead(recipe, layout, planned, run, 5 << 30, said.append) == [2, 4]
+    assert run.sizes() == [2, 4]  # what the launcher goes by
+    (line,) = said  # no slice has two chips, so two are not compiled
+    assert line.startswith("elastic: 1 of 4 cannot go on: each device of data=1 needs 6.")
+    assert line.endswith("GiB (compiled), and has 5.0 GiB")
+    (fits,) = sw.elastic_plan(recipe, layout, 4, sizes=[1], compiled=True)
+    real = sw.compile(fits.recipe, fits.layout, show=False)
+    assert fits.problem is None and fits.compiled_bytes == real.memory.peak
+    assert "at most (compiled)" in str(fits) and real.chips == "v5p:1x1x1"
+    with pytest.raises(sw.LayoutError, match="SW701"):
+        sw.elastic_plan(
+            recipe, layout, 4, sizes=[1], capacity=5 << 30, compiled=True
+        ).require(1)  # fmt: skip
+
+
+@pytest.mark.once
+def test_fewer_hosts_of_gpus_are_compiled():
+    recipe, layout = on_chips("h100:4x1")
+    (found,) = sw.elastic_plan(recipe, layout, 4, sizes=[2], compiled=True)
+    assert found.state_bytes < found.compiled_bytes < found.peak_bytes * 1.2
+    assert str(found).endswith(" at most (compiled)")
+
+
+def test_without_chips_there_is_nothing_to_compile_for():
+    said = []
+    layout = layout_on("data=-1", on="cpu:4")
+    planned = sw.elastic_plan(recipe_of(24), layout, 4)
+    assert compile_ahead(recipe_of(24), layout, planned, None, None, said.append) == [1, 2, 3, 4]
+    assert not said
+    with pytest.raises(
+        ValueError, match="compiled=True needs chips to compile for, which the mesh"
+    ):
+        sw.elastic_plan(recipe_of(24), layout, 4, compiled=True)

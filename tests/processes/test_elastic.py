@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from forked import Forked
 
-from shardwise._processes import launch_elastic
+from shardwise._processes import Elastic, launch_elastic
+from shardwise._processes.elastic import keep_pulse
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 TOLERANCE = 2e-5
@@ -254,3 +255,31 @@ def test_losses_without_a_step_in_between_end_the_run(capfd):
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert launch_elastic([sys.executable, "-c", code], 2, back_seconds=0) == 75
     assert "lost 5 times in a row before a step was finished" in capfd.readouterr().err
+
+
+def test_the_only_process_that_is_left_falls_silent(capfd):
+    code = """if True:
+        import os, pathlib, signal
+        round = os.environ["SHARDWISE_ELASTIC_ROUND"]
+        pathlib.Path(os.environ["SHARDWISE_ELASTIC"], f"pulse-{round}").write_text("0.3")
+        if round == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    assert launch_elastic([sys.executable, "-c", code], 1, back_seconds=0) == 0
+    said = capfd.readouterr().err
+    assert "process 0 stopped responding; starting again with 1 of 1 processes" in said
+
+
+def test_a_process_that_is_alone_shows_that_it_responds(tmp_path, monkeypatch):
+    elastic = Elastic(tmp_path, 2, None, 3)
+    for name, value in elastic.variables().items():
+        monkeypatch.setenv(name, value)
+    assert elastic.pulse() is None
+    keep_pulse(0.06)
+    seconds, first = elastic.pulse()
+    assert seconds == 0.06
+    until = time.monotonic() + 10
+    while elastic.pulse()[1] == first:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    (tmp_path / "pulse-3").unlink()  # as the launcher does at the end, which ends it

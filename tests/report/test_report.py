@@ -532,7 +532,7 @@ def test_every_picture_has_words_and_every_control_a_name(compiled, open_page):
     with open_page(compiled.report()) as page:
         assert unnamed(page) == []
         order = []
-        for _ in range(40):
+        for _ in range(60):
             page.keyboard.press("Tab")
             order.append(
                 page.evaluate("document.activeElement.id || document.activeElement.className")

@@ -98,13 +98,21 @@ def start(endless):
     os._exit(0)
 
 
+def is_saving():
+    return os.path.isdir(directory) and any("tmp" in name for name in os.listdir(directory))
+
+
 gc.freeze()  # so that children do not scan, and copy, everything that was imported
 rng = random.Random(seed)
 found = {"kills": 0, "newest": [], "half": 0, "deleting": 0}
 for _ in range(kills):
     child, text = start(endless=True)
     if text:
-        time.sleep(rng.uniform(0.0, 0.1))
+        # Half of the kills wait for a save to begin: on a busy machine, few others would hit one.
+        waits, until = rng.random() < 0.5, time.monotonic() + 5
+        while waits and not is_saving() and time.monotonic() < until:
+            time.sleep(0.0005)
+        time.sleep(rng.uniform(0.0, 0.03 if waits else 0.1))
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if not text or os.WTERMSIG(status) != signal.SIGKILL:
@@ -112,7 +120,7 @@ for _ in range(kills):
     found["kills"] += 1
     found["newest"].append(int(text))
     names = os.listdir(directory) if os.path.isdir(directory) else []
-    found["half"] += any("tmp" in name for name in names)
+    found["half"] += is_saving()
     found["deleting"] += any(name.startswith(".") for name in names)
 child, text = start(endless=False)
 _, status = os.waitpid(child, 0)

@@ -178,6 +178,10 @@ def execute_and_exit():
         execute()
     except SystemExit as error:
         status = error.code
+        # It looks whether anything catches `SystemExit`, and this function does.
+        if watching := sys.modules.get("shardwise._processes.peer_watch"):
+            for watch in watching.WATCHES:
+                watch.status = status
         if status is not None and not isinstance(status, int):
             print(status, file=sys.stderr)
             status = 1

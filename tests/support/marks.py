@@ -58,6 +58,7 @@ ONCE = {
     ),
     "weights/test_weights_processes.py": (),
     "processes/test_elastic.py": ("test_wrong_inputs",),
+    "processes/test_hosts.py": (),
     "processes/test_processes.py": ("test_losses_of_two_are_those_of_one_process",),
     "report/test_report.py": ("test_the_command",),
     "report/test_report_pictures.py": (),

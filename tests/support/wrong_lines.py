@@ -215,7 +215,7 @@ def lines():
         "", "-n 2", "-n 0 -- true", "-n -1 -- true", "-n x -- true", "-- true",
         "-n 1 -- no-such-program-at-all", "-n 1 --devices 0 -- true", "-n 1 -- ./m.py",
         "-n 2 --min 1 -- true", "-n 2 --elastic --min 0 -- true", "-n 2 --elastic --min 3 -- true",
-        "-n 2 --elastic --back-after -1 -- true",
+        "-n 2 --elastic --back-after -1 -- true", "-n 2 --elastic --back-after nan -- true",
     ):  # fmt: skip
         yield ["launch", *rest.split()], (2,)
     for rest in ("--steps 0", "--steps x", "--steps -1", "--steps 3", "--step 4", "extra"):

@@ -165,7 +165,7 @@ class Writer:
             if self._stragglers is not None:
                 self._stragglers.expected = True
             _collect_quietly()
-            self._quiet.close()
+            self._quiet.pop_all()  # other threads of this save may fail later, and say so then
             raise
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Going on with fewer processes: the layouts for them, planned ahead, and the state in memory."""
 
+from .ahead import compile_ahead as compile_ahead
 from .copies import Copies as Copies
 from .copies import DamagedCopy as DamagedCopy
 from .copies import Found as Found

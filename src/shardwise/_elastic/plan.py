@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 from .._base import count, either, public, show_bytes
 from .._check import Finding, Findings, LayoutError, make_finding
 from .._chips import Chips
-from .._compile import step_machine
+from .._compile import CompileError, step_machine
 from .._estimate import estimate
 from .._jax import is_in_host_memory
 from .._layout import Layout
 from .._mesh import DATA_AXES, AnyMesh, free_axis, show_mesh, with_devices
 from .._nnx import Recipe
 from .._step import Blueprint, make_blueprint
+from .chips_left import chips_left, compiled_peak
 
 
 @public
@@ -34,6 +35,7 @@ class Smaller:
         state_bytes: what one device holds between steps (exact).
         peak_bytes: what one device needs at its peak (modelled); None if that is unknown.
         problem: why the run cannot go on with so many; None if it can.
+        compiled_bytes: what one device needs at its peak (compiled); None if it was not compiled.
     """
 
     processes: int
@@ -42,15 +44,17 @@ class Smaller:
     state_bytes: int
     peak_bytes: int | None
     problem: Finding | None
+    compiled_bytes: int | None = None
 
     def __str__(self) -> str:
         """Returns it in one line, or the problem."""
         if self.problem is not None:
             return str(self.problem)
         assert self.layout is not None
-        peak = (
-            "" if self.peak_bytes is None else f", {show_bytes(self.peak_bytes)} at most (modelled)"
-        )
+        label, most = "modelled", self.peak_bytes
+        if self.compiled_bytes is not None:
+            label, most = "compiled", self.compiled_bytes
+        peak = "" if most is None else f", {show_bytes(most)} at most ({label})"
         return (
             f"{count(self.processes, 'process', 'processes')}: {show_mesh(self.layout.mesh)}, "
             f"accumulate={self.recipe.accumulate}, {show_bytes(self.state_bytes)} of state on each "
@@ -168,6 +172,7 @@ def elastic_plan(
     *,
     sizes: Sequence[int] | None = None,
     capacity: int | None = None,
+    compiled: bool = False,
 ) -> ElasticPlan:
     """Returns what a run would be with each smaller number of processes, the largest first.
 
@@ -177,9 +182,13 @@ def elastic_plan(
         processes: how many processes, or hosts, that are.
         sizes: the numbers of processes to plan for; by default, all smaller ones.
         capacity: the bytes of one device, where the mesh does not say.
+        compiled: whether each step is compiled too, by the compiler of the mesh's chips, which need
+            not be there. Of a TPU, fewer hosts are the slice with as many chips, if there is one.
 
     Raises:
-        ValueError: all sizes of the mesh are fixed, or it has no equal part for each process.
+        ValueError: all sizes of the mesh are fixed, or it has no equal part for each process; or
+            `compiled`, and there is nothing to compile for.
+        CompileError: the compiler has failed.
 
     Example:
         >>> import jax, optax, shardwise as sw
@@ -201,28 +210,40 @@ def elastic_plan(
             f"the mesh {show_mesh(layout.mesh)} has {layout.mesh.size} devices, which {processes} "
             f"processes cannot have equal parts of"
         )
+    if compiled and chips_left(layout.mesh, 1, layout.mesh.size) is None:
+        raise ValueError(
+            f"compiled=True needs chips to compile for, which the mesh {show_mesh(layout.mesh)} does not "
+            f"name: make it with on='h100:4x8' or on='v5p:2x2x4'"
+        )
     wanted = range(processes - 1, 0, -1) if sizes is None else sizes
-    return ElasticPlan(processes, tuple(_plan(recipe, layout, processes, wanted, capacity)))
+    found = _plan(recipe, layout, processes, wanted, capacity, compiled)
+    return ElasticPlan(processes, tuple(found))
 
 
 def _plan(
-    recipe: Recipe, layout: Layout, full: int, sizes: Sequence[int], capacity: int | None
+    recipe: Recipe,
+    layout: Layout,
+    full: int,
+    sizes: Sequence[int],
+    capacity: int | None,
+    compiled: bool,
 ) -> Iterator[Smaller]:
     axis = shrinking_axis(layout, full)
     each = layout.mesh.size // full
     for processes in sizes:
         where = f"{count(processes, 'process', 'processes')} of {full}"
         smaller, fewer, held, peak, most = None, recipe, 0, None, capacity
-        problem = None
+        problem, proved = None, None
         try:
             chips = _chips(layout.mesh, processes, each)
-            mesh = with_devices(layout.mesh, axis, each * processes, chips)
+            left = chips_left(layout.mesh, processes, each) if compiled else chips
+            mesh = with_devices(layout.mesh, axis, each * processes, left)
             smaller = layout.made_on(mesh)
             fewer = scaled(recipe, smaller, processes, full)
             held = _held(make_blueprint(fewer, smaller))
             if chips is not None:
                 modelled = estimate(fewer, smaller)
-                peak, most = modelled.peak_bytes, modelled.capacity
+                peak, most = modelled.peak_bytes, capacity or modelled.capacity
             needed = held if peak is None else max(held, peak)
             if most is not None and needed > most:
                 label = "modelled" if needed == peak else "exact, for the state alone"
@@ -233,12 +254,17 @@ def _plan(
                     f"{show_bytes(most)}",
                     _HELP,
                 )
+            elif compiled and left is not None:
+                proved, why = compiled_peak(fewer, smaller, capacity)
+                problem = make_finding("SW701", where, why, _HELP) if why else None
+        except CompileError:
+            raise
         except LayoutError as error:
             first = error.findings.errors[0]
             problem = make_finding("SW701", where, f"{first.path}: {first.message}", first.help)
         except ValueError as error:
             problem = make_finding("SW701", where, str(error).splitlines()[0], _HELP)
-        yield Smaller(processes, smaller, fewer, held, peak, problem)
+        yield Smaller(processes, smaller, fewer, held, peak, problem, proved)
 
 
 _HELP = "give the run a higher minimum of processes, or a layout that fits fewer of them"

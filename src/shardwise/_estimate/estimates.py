@@ -12,11 +12,11 @@ import numpy as np
 
 from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
-from .._hlo import Access, Instruction, Shape, splash_flops, user_place
+from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
 from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
 from .fused import COLLECTIVES, Block, size_of
 from .memory import peak_of
-from .orders import numbers_of
+from .orders import forward_of, numbers_of, written
 from .partition import Program
 from .rewrites import rewritten
 from .windows import Kernel
@@ -432,15 +432,20 @@ class Estimator:
         return self.pricer.dot(flat, [[1], [0], []], flops, kernel.access.total)
 
     def _convolution(self, kernel: Kernel) -> Price:
-        op = kernel.op
+        op, moved = kernel.op, kernel.access.total
         left, right = (self.shapes[v] for v in op.operands[:2])
         out = self.shapes[op.results[0]]
-        features = max(1, min(right.dims)) if right.dims else 1
-        flops = 2 * out.size * max(1, right.size // max(1, max(right.dims, default=1)))
-        dot = [Shape(left.dtype, (out.size // max(1, right.dims[-1]), flops // (2 * out.size) or 1)),
-               Shape(left.dtype, (flops // (2 * out.size) or 1, max(right.dims[-1], features)))]  # fmt: skip
-        price = self.pricer.dot(dot, [[1], [0], []], flops, kernel.access.total)
-        return dataclasses.replace(price, seconds=1.6 * price.seconds, kind="convolution")
+        made = written(op, out)
+        flops = convolution_flops(made, left, right, out) or 0
+        if self.machine.gpu is not None:
+            return self.pricer.convolved(*forward_of(made, left, right), flops, moved)
+        # A TPU's products are convolutions: rows of pixels, features, and what is summed for each.
+        features = out.dims[made.attribute("dim_labels").partition("->")[2].index("f")]
+        summed = max(1, flops // (2 * max(1, out.size)))
+        dot = [Shape(left.dtype, (max(1, out.size // features), summed)),
+               Shape(left.dtype, (summed, features))]  # fmt: skip
+        price = self.pricer.dot(dot, [[1], [0], []], flops, moved)
+        return dataclasses.replace(price, kind="convolution")
 
     def _call(self, kernel: Kernel) -> Price:
         op, access = kernel.op, kernel.access

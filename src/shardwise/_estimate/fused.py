@@ -16,7 +16,7 @@ from typing import Any
 from .._hlo import Shape
 from .orders import Orders, dims_of, numbers_of
 from .partition import Op, Program
-from .windows import Kernel, mark_windows
+from .windows import RINGS, Kernel, mark_windows
 
 # Other names for the same memory.
 _ALIASES = {
@@ -38,6 +38,9 @@ _HEAVY = COLLECTIVES | {
 _SLICES = {"slice", "dynamic_slice", "all_slice"}
 _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8, "erf": 24,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
+# A tile of a TPU's memory; in how many chunks of how many elements it sends the part of a sum.
+_LANES, _ROWS = 128, 8
+_CHUNK, _CHUNKS = 2**19, 128
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
 
@@ -439,6 +442,16 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
     for op in ops:
         if id(op) in gone:
             continue
+        if ring and op.kind == "reduce-scatter" and len(op.results) == 1:
+            (source,), (part,) = op.operands, op.results
+            parts = math.prod(size for _, size in op.axes)
+            windowed = source in products and parts in RINGS
+            turned = [user.kind for user in users[part]] == ["transpose"]
+            if not windowed and not _in_tiles(shapes[source], shapes[part], parts, turned):
+                total = len(shapes)
+                shapes[total] = shapes[source]
+                found.append(dataclasses.replace(op, kind="all-reduce", results=(total,), dims=()))
+                op = dataclasses.replace(op, kind="all_slice", operands=(total,))
         if op.kind == "all-reduce" and len(op.results) == 1:
             value, through, user = op.results[0], [], users[op.results[0]]
             while len(user) == 1 and user[0].kind in _ALIASES | {"convert"}:
@@ -450,7 +463,10 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
             casts = bool(through)
             if ring and parts != ring:
                 casts = any(each.kind != "convert" for each in through)
-            if sliced and not casts and (parts != ring or set(op.operands) <= products):
+            of_product = set(op.operands) <= products
+            if sliced and ring and not (of_product and parts in RINGS):
+                sliced = _in_tiles(shapes[op.results[0]], shapes[user[0].results[0]], parts)
+            if sliced and not casts and (parts != ring or of_product):
                 scattered = user[0].results
                 inner = user[0].axes or op.axes
                 outer = tuple(axis for axis in op.axes if axis not in inner)
@@ -488,6 +504,33 @@ def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
                 continue
         found.append(op)
     return found
+
+
+def _in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> bool:
+    """Returns whether a TPU's compiler scatters a sum: if each part is whole tiles, in equal chunks.
+
+    Seen in small programs: the chunks divide the other dim, and two devices send halves.
+    """
+    rank = len(whole.dims)
+    split = [d for d in range(rank) if whole.dims[d] != part.dims[d]]
+    if len(split) != 1:
+        return not split
+    (dim,) = split
+    size = part.dims[dim]
+    if rank != 2:
+        return size % (_LANES if dim == rank - 1 else _ROWS) == 0
+    # The dim that fills the lanes is the last (of what is transposed, the first), unless only the
+    # other one does.
+    last = 0 if turned else 1
+    if whole.dims[last] % _LANES and not whole.dims[1 - last] % _LANES:
+        last = 1 - last
+    other = part.dims[1 - dim]
+    mine, rest = (_LANES, _ROWS) if dim == last else (_ROWS, _LANES)
+    if size % mine or other % rest or (parts == 2 and size // mine % 2):
+        return False
+    least = -(-part.size // _CHUNK)
+    most = max(_CHUNKS, 4 * least)
+    return any(other // rest % chunks == 0 for chunks in range(least, most + 1))
 
 
 def size_of(shapes: dict[int, Shape], op: Op) -> int:

@@ -14,6 +14,8 @@ from .partition import Op, Program
 from .windows import Kernel
 
 _LANES = 128
+# Products in up to so many parts are no loop: they compute their operands like whole ones.
+_UNROLLED = 4
 # What writes its result over an operand that nothing reads later.
 _IN_PLACE = {"all-reduce", "scatter", "sort"}
 _MOVES = "annotate_device_placement"
@@ -44,6 +46,16 @@ def peak_of(
             for source in kernel.reads:
                 root = block.root(source)
                 last[root] = max(last.get(root, -1), last.get(block.root(value), -1))
+    # Near products in loops, a TPU's fusions write beside what they read, even if nothing reads
+    # that later; without such loops they are in the products.
+    reuses = block.gpu or not any(kernel.windowed > _UNROLLED for kernel in kernels)
+    # What is gathered again for a later use is not kept until then.
+    again = {
+        block.root(value): sizes.get(value, block.nbytes(value))
+        for kernel in kernels
+        if kernel.op.kind == "all-gather" and kernel.repeats > 1
+        for value in kernel.writes
+    }
     alive: dict[int, int] = {}
     peak = total = most = 0
     for number, kernel in enumerate(kernels):
@@ -60,11 +72,12 @@ def peak_of(
                 if block.root(value) == value and value not in block.outputs:
                     alive[value] = 0 if value in host else block.shapes[value].nbytes
                     total += alive[value]
-        over = dict(ending) if not kernel.heavy or kernel.op.kind in _IN_PLACE else {}
+        in_place = kernel.op.kind in _IN_PLACE or (reuses and not kernel.heavy)
+        over = dict(ending) if in_place else {}
         reused = 0
         for value, size in kernel.writes.items():
             root = block.root(value)
-            kept = root in alive or root not in block.maker
+            kept = root in alive or root in again or root not in block.maker
             if kept or not size or root in block.outputs or value in block.outputs:
                 continue
             alive[root] = 0 if root in host else sizes.get(value, block.nbytes(value))
@@ -73,6 +86,7 @@ def peak_of(
             below = next((v for v, n in over.items() if n == alive[root]), None)
             if below is not None:
                 reused += over.pop(below)
+        inside += sum(again.get(root, 0) for root in {block.root(v) for v in kernel.reads})
         peak = max(peak, total - reused + inside)
         for value in [v for v in alive if last.get(v, -1) <= number]:
             total -= alive.pop(value)
@@ -113,7 +127,7 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
         elif _is_elementwise(kernel) and not kernel.reads.keys() & products:
             (value,) = kernel.writes
             near = readers[value]
-            if near and all(k.op.kind == "dot_general" and not k.windowed for k in near):
+            if near and all(k.op.kind == "dot_general" and k.windowed <= _UNROLLED for k in near):
                 found[value] = 0
                 inlined.add(value)
         elif kernel.windowed and kernel.op.kind == "all-gather":

@@ -1,4 +1,4 @@
-"""The order of each value's dims in memory, and which products need another one."""
+"""What the dims of operations are: their order in memory, what products sum, what windows cover."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from .._hlo import Shape
+from .._hlo import Instruction, Shape
 from .partition import Op
 
 Order = tuple[int, ...]
@@ -26,6 +26,64 @@ def dims_of(op: Op, attribute: str) -> list[int]:
     """Returns the integers of an attribute such as `array<i64: 0, 2>`."""
     text = op.attributes.get(attribute, "")
     return [int(n) for n in re.findall(r"\d+", text.partition(":")[2] or text)]
+
+
+def written(op: Op, out: Shape) -> Instruction:
+    """Returns a convolution as HLO writes it."""
+    named = re.search(
+        r"\[([^\]]*)\]x\[([^\]]*)\]->\[([^\]]*)\]", op.attributes.get("dimension_numbers", "")
+    )
+    labels = [group.replace(", ", "") for group in named.groups()] if named else ["", "", ""]
+
+    def sizes(name: str) -> str:
+        return "x".join(map(str, dims_of(op, name)))
+
+    stated = op.attributes.get("padding", "dense<0>").partition(" : ")[0]
+    ends = re.findall(r"-?\d+", stated)
+    ends = ends * 2 * (len(out.dims) - 2) if len(ends) == 1 else ends
+    pads = "x".join(f"{a}_{b}" for a, b in zip(ends[::2], ends[1::2], strict=True))
+    window = f"stride={sizes('window_strides')} pad={pads}"
+    window += f" lhs_dilate={sizes('lhs_dilation')} rhs_dilate={sizes('rhs_dilation')}"
+    groups = [
+        int((re.findall(r"\d+", op.attributes.get(f"{name}_group_count", "1")) or ["1"])[0])
+        for name in ("feature", "batch")
+    ]
+    rest = f", window={{{window}}}, dim_labels={labels[0]}_{labels[1]}->{labels[2]}"
+    rest += f", feature_group_count={max(groups)}"
+    return Instruction("", "convolution", (out,), (), "", rest)
+
+
+def forward_of(
+    made: Instruction, left: Shape, right: Shape
+) -> tuple[Instruction, list[Shape], str]:
+    """Returns a convolution as cuDNN names it: its forward pass, and which array it makes of that.
+
+    Gradients towards the input have a dilated input, or a filter whose features come first;
+    those towards the filter have a window as large as the images.
+    """
+    labels = made.attribute("dim_labels")
+    lhs, rhs, out = re.split("_|->", labels)
+    window, result = made.attribute("window"), made.shapes[0]
+    spatial = [c for c in out if c.isdigit()]
+    covers = math.prod(right.dims[rhs.index(c)] for c in spatial)
+    stays = math.prod(result.dims[out.index(c)] for c in spatial)
+    dilated = {
+        name: re.search(rf"{name}=([\dx]+)", window) for name in ("lhs_dilate", "rhs_dilate")
+    }
+    steps = {name: found[1] if found else "1" for name, found in dilated.items()}
+    if covers > stays and lhs.index("f") < lhs.index("b"):
+        turned = str.maketrans("bf", "fb")
+        text = f"{lhs.translate(turned)}_{out.translate(str.maketrans('bf', 'io'))}"
+        text += f"->{rhs.translate(str.maketrans('io', 'bf'))}"
+        operands, towards, step = [left, right], "BackwardFilter", steps["rhs_dilate"]
+    elif math.prod(int(n) for n in steps["lhs_dilate"].split("x")) > 1 or "oi" in rhs:
+        text = f"{out}_{rhs.translate(str.maketrans('io', 'oi'))}->{lhs}"
+        operands, towards, step = [left, right], "BackwardInput", steps["lhs_dilate"]
+    else:
+        return made, [left, right], "convForward"
+    rest = made.rest.replace(labels, text)
+    rest = re.sub(r"window=\{[^}]*\}", f"window={{stride={step}}}", rest)
+    return Instruction("", "convolution", (result,), (), "", rest), operands, towards
 
 
 class Orders:

@@ -291,7 +291,11 @@ class _Reader:
             math.prod(self.ir.RankedTensorType(v.type).shape)
             for v in (op.operands[0], op.operands[len(op.operands) - 1])
         )
-        return 1 if first >= last else 2
+        if first == last:
+            # Rotated by half, in either direction: what a loop carries goes to the next stage.
+            users = [use.owner.name for use in op.results[0].uses]
+            return 2 if "stablehlo.return" in users else 1
+        return 1 if first > last else 2
 
     def _shard_map(self, op: Any, operands: tuple[int, ...], known: dict[Any, int]) -> Iterator[Op]:
         block = op.regions[0].blocks[0]

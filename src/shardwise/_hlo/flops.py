@@ -127,7 +127,7 @@ def flops_of(module: Module, computation: str, instruction: Instruction) -> int 
         return _products(instruction.shapes[0], shapes[0], contracted)
     if instruction.opcode == "ragged-dot":
         return 2 * instruction.shapes[0].size * shapes[0].dims[-1]
-    return _convolution(instruction, shapes[0], shapes[1], instruction.shapes[0])
+    return convolution_flops(instruction, shapes[0], shapes[1], instruction.shapes[0])
 
 
 def _products(out: Shape, left: Shape, contracted: list[int]) -> int:
@@ -148,10 +148,10 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
         # The labels are always those of the forward pass, whichever array is the result.
         first, second, result = *shapes[:2], instruction.shapes[0]
         if "BackwardInput" in target:
-            return _convolution(instruction, result, second, first)
+            return convolution_flops(instruction, result, second, first)
         if "BackwardFilter" in target:
-            return _convolution(instruction, first, result, second)
-        return _convolution(instruction, first, second, result)
+            return convolution_flops(instruction, first, result, second)
+        return convolution_flops(instruction, first, second, result)
     declared = re.search(r'"cost_estimate":\s*(\{[^}]*\})', instruction.rest)
     if declared:
         stated = json.loads(declared[1]).get("flops")
@@ -169,7 +169,9 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
     return None
 
 
-def _convolution(instruction: Instruction, left: Shape, kernel: Shape, result: Shape) -> int | None:
+def convolution_flops(
+    instruction: Instruction, left: Shape, kernel: Shape, result: Shape
+) -> int | None:
     """Returns the flops of a convolution, counting only places where there is an input.
 
     A TPU's products are convolutions; batched ones have windows that mostly fall on padding.

@@ -248,8 +248,34 @@ def parse_hlo(text: str) -> Module:
             tables.setdefault(table, {})[int(row[1])] = row[2]
     if not entry:
         raise ValueError("the compiler's output has no entry computation")
+    computations = {name: list(_with_elements(found)) for name, found in computations.items()}
     divided = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
     return Module(entry, computations, _frames(tables), int(divided[1]) if divided else 1)
+
+
+def _with_elements(found: list[Instruction]) -> Iterator[Instruction]:
+    """Yields instructions, and after each tuple those of its elements that are read as `%name#1`.
+
+    The program that the TPU compiler dumps is written so.
+    """
+    elements: dict[str, set[int]] = {}
+    for instruction in found:
+        for operand in instruction.operands:
+            name, _, number = operand.partition("#")
+            if number:
+                elements.setdefault(name, set()).add(int(number))
+    for instruction in found:
+        yield instruction
+        for number in sorted(elements.get(instruction.name, ())):
+            name = instruction.name
+            yield Instruction(
+                name=f"{name}#{number}",
+                opcode="get-tuple-element",
+                shapes=instruction.shapes[number : number + 1],
+                operands=(name,),
+                arguments=f"%{name}",
+                rest=f", index={number}",
+            )
 
 
 def _frames(tables: dict[str, dict[int, str]]) -> dict[int, tuple[str, int, str, int]]:
@@ -291,7 +317,7 @@ def _instruction(line: str) -> Instruction | None:
         name=head[1],
         opcode=opcode[1],
         shapes=tuple(parse_shapes(line[start:end])),
-        operands=tuple(re.findall(r"%([\w.\-]+)", arguments)),
+        operands=tuple(re.findall(r"%([\w.\-]+(?:#\d+)?)", arguments)),
         arguments=arguments,
         rest=line[close:],
     )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +73,15 @@ class Elastic:
         """Returns the first step that this round has finished, or None if it has not yet."""
         return _read(self.folder / f"went-on-{self.round}")
 
+    def pulse(self) -> tuple[float, int] | None:
+        """Returns the last pulse of a process that is alone, and after how long without one it is lost."""
+        path = self.folder / f"pulse-{self.round}"
+        seconds = _read(path)
+        try:
+            return None if seconds is None else (float(seconds), path.stat().st_mtime_ns)
+        except OSError:
+            return None
+
     def lost(self) -> set[int]:
         """Returns the processes of this round that others have named as lost."""
         found: set[int] = set()
@@ -107,6 +119,26 @@ def tell_lost(me: int, lost: Sequence[int]) -> None:
         name = f"lost-{os.environ[ROUND]}-{me}"
         with contextlib.suppress(OSError):
             _write(Path(os.environ[FOLDER]) / name, list(lost))
+
+
+def keep_pulse(timeout_seconds: float) -> None:
+    """Shows an elastic launcher, if there is one, that this process responds: no other watches it."""
+    if FOLDER in os.environ:
+        path = Path(os.environ[FOLDER]) / f"pulse-{os.environ[ROUND]}"
+        _keep_beating(path, timeout_seconds)
+
+
+@functools.cache
+def _keep_beating(path: Path, timeout_seconds: float) -> None:
+    _write(path, timeout_seconds)
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the launcher has ended
+            while True:
+                time.sleep(min(1.0, timeout_seconds / 6))
+                os.utime(path)
+
+    threading.Thread(target=beat, name="shardwise-pulse", daemon=True).start()
 
 
 def _write(path: Path, value: Any) -> None:

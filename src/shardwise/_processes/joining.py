@@ -21,6 +21,7 @@ from .._jax import (
     cluster_kinds,
     distributed_state,
 )
+from .elastic import keep_pulse
 from .peer_watch import WATCHES, PeerWatch
 from .peers import Processes
 
@@ -76,6 +77,7 @@ def distributed(*, timeout_seconds: float = 30, start_seconds: float = 300) -> P
     else:
         processes = _in_cluster()
     if processes.count == 1:
+        keep_pulse(timeout_seconds)
         return replace(processes, coordinator=None)
     watch = PeerWatch(processes, timeout_seconds)
     if not jax.distributed.is_initialized():

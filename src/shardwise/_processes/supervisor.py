@@ -127,6 +127,7 @@ class _Run:
         self.asked: list[int] = []
         self.output = launcher.Output()
         self.lost_at: float | None = None
+        self.beat: tuple[int, float] = (0, 0.0)
 
     def until_done(self) -> int:
         """Starts all processes, again and again, until the run has ended; returns its exit code."""
@@ -221,7 +222,7 @@ class _Run:
         running = dict(enumerate(children))
         statuses: dict[int, int] = {}  # in the order in which they ended
         received: list[signal.Signals] = []
-        deadline = math.inf
+        deadline, silent = math.inf, False
         while running and time.monotonic() < deadline:
             while self.asked:
                 number = signal.Signals(self.asked.pop(0))
@@ -244,8 +245,21 @@ class _Run:
             if self.output.closed:
                 return _End(code=128 + signal.SIGPIPE)
             self._look(count)
+            if silent := count == 1 and bool(running) and self._is_silent():
+                break
             time.sleep(launcher.POLL_SECONDS)
-        return self._judged(statuses, {*running}, received)
+        alone = {*running} if silent else set[int]()
+        return self._judged(statuses, {*running}, received, alone)
+
+    def _is_silent(self) -> bool:
+        """Returns whether the only process has stopped responding, which no other can notice."""
+        pulse, now = self.elastic.pulse(), time.monotonic()
+        if pulse is None:
+            return False
+        seconds, beat = pulse
+        if beat != self.beat[0]:
+            self.beat = beat, now
+        return now - self.beat[1] > seconds
 
     def _look(self, count: int) -> None:
         """Says when the run goes on after a loss, and offers more processes once there are more."""
@@ -258,7 +272,11 @@ class _Run:
                 self.elastic.ask_to_grow(True)
 
     def _judged(
-        self, statuses: dict[int, int], unended: set[int], received: Sequence[signal.Signals]
+        self,
+        statuses: dict[int, int],
+        unended: set[int],
+        received: Sequence[signal.Signals],
+        alone: set[int],
     ) -> _End:
         """Returns how a round ended, from the exit statuses of its processes."""
         failed = {i: status for i, status in statuses.items() if status}
@@ -274,7 +292,7 @@ class _Run:
         killed = [i for i, status in failed.items() if _killed([status])]
         # What else crashes then, such as XLA in the middle of a collective, is a consequence.
         lost = {i for i in killed if failed[i] in (-signal.SIGKILL, failed[killed[0]])}
-        silent = self.elastic.lost() & unended
+        silent = self.elastic.lost() & unended | alone
         leaving = {i for i, status in failed.items() if status in (143, 130)}
         if lost or silent or leaving:
             # How they ended is also how the others may have failed.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from .._elastic import (
     Copies,
     DamagedCopy,
     Found,
+    compile_ahead,
     device_capacity,
     elastic_plan,
     scaled,
@@ -60,6 +63,7 @@ class Surviving:
         self.copies: Copies | None = None
         self._every = copies_every
         self._told = False
+        self._compiles: Callable[[], object] | None = None
 
     def arguments(self) -> str:
         """Returns what must be the same on all processes."""
@@ -103,6 +107,7 @@ class Surviving:
         ]
         if self.run is not None:
             self.run.plan(found.sizes)
+        self._compiles = lambda: compile_ahead(recipe, layout, found, self.run, capacity, _warn)
 
     def open_copies(self, blueprint: Blueprint, checkpoints: Checkpoints) -> None:
         """Prepares copies in memory, if they are wanted and have a place.
@@ -171,6 +176,11 @@ class Surviving:
             jax.block_until_ready(metrics)
             if jax.process_index() == 0:
                 self.run.went_on(step)
+        if self._compiles is not None:
+            # The first step was compiled before: two compilations at once would need twice the memory.
+            jax.block_until_ready(metrics)
+            threading.Thread(target=self._compiles, name="shardwise-ahead", daemon=True).start()
+            self._compiles = None
 
     def copy_is_due(self, step: int) -> bool:
         """Returns whether the state after this step is to be copied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -34,11 +35,11 @@ Exit status: 0, or the status of the first process that failed.""",
 def launch(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The command to run.")],
     processes: Annotated[
-        int, typer.Option("-n", "--processes", metavar="N", help="Number of processes.")
+        int, typer.Option("-n", "--processes", metavar="N", help="Number of processes.", min=1)
     ],
     devices: Annotated[
         int | None,
-        typer.Option("--devices", metavar="N", help="Virtual CPU devices per process."),
+        typer.Option("--devices", metavar="N", help="Virtual CPU devices per process.", min=1),
     ] = None,
     elastic: Annotated[
         bool,
@@ -53,6 +54,7 @@ def launch(
             metavar="N",
             help="With --elastic: refuse a run that could not go on with N processes, and go on "
             "with no fewer.",
+            min=1,
         ),
     ] = None,
     back_after: Annotated[
@@ -80,6 +82,14 @@ def launch(
         if least is not None or back_after is not None or as_hosts:
             raise ValueError("--min, --back-after and --as-hosts need --elastic")
         raise typer.Exit(launch_processes(command, processes, devices))
+    if least is not None and least > processes:
+        raise ValueError(
+            f"--min {least} is more than the {processes} processes of -n: give at most {processes}"
+        )
+    if back_after is not None and not (math.isfinite(back_after) and back_after >= 0):
+        raise ValueError(
+            f"--back-after must be a finite number of seconds, at least 0, got {back_after!r}"
+        )
     back_seconds = 60.0 if back_after is None else back_after
     raise typer.Exit(
         launch_elastic(

@@ -158,16 +158,16 @@ def train(
         ),
     ] = False,
     copies_every: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--copies-every",
             metavar="N",
-            help="Under launch --elastic: copy the state to the memory of two hosts every N steps; "
-            "0 makes no copies.",
+            help="Under launch --elastic: copy the state to the memory of two hosts every N steps "
+            "(50 by default); 0 makes no copies.",
             min=0,
             rich_help_panel=_RUN,
         ),
-    ] = 50,
+    ] = None,
     weights: Annotated[
         str | None,
         typer.Option(
@@ -205,6 +205,9 @@ def train(
     step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches)
     if names is not None and weights is None:
         raise ValueError("--names needs --weights PATH, the weights that have these names")
+    elastic = elastic_run()
+    if copies_every is not None and elastic is None:
+        raise ValueError("--copies-every needs shardwise launch --elastic")
     distributed()
     with noting_failure():
         with together(f"loading {target} and the data"):
@@ -223,7 +226,6 @@ def train(
                     checkpoints, keep=keep, every=every, minutes=minutes, trained_only=trained_only
                 )
         saved = agreed_steps(store) if store is not None else []
-        elastic = elastic_run()
         if saved and not resume and not (elastic and elastic.round):
             raise ValueError(
                 f"{checkpoints} has checkpoints up to step {saved[-1]}: give --resume to continue "
@@ -237,7 +239,8 @@ def train(
         try:
             state = fit(
                 recipe, laid_out, samples, steps=steps, checkpoints=store, logs=logs, model=model,
-                donate=True, elastic=elastic is not None, copies_every=copies_every or None,
+                donate=True, elastic=elastic is not None,
+                copies_every=50 if copies_every is None else copies_every or None,
             )  # fmt: skip
             last = int(state.step)
         except Stopped as stopped:
