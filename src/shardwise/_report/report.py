@@ -19,8 +19,8 @@ from .data import plan_data
 # In the order in which they are concatenated; each uses only those before it.
 _STYLES = ("page.css", "pictures.css")
 _SCRIPTS = (
-    "data.js", "lists.js", "theme.js", "cards.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "model.js", "hardware.js",
-    "mesh.js", "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "findings.js", "summary.js", "compare.js", "link.js", "side.js", "main.js",
+    "data.js", "lists.js", "theme.js", "cards.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "model.js", "hardware.js", "mesh.js",
+    "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "findings.js", "summary.js", "compare.js", "link.js", "side.js", "main.js",
 )  # fmt: skip
 # The page loads nothing, and the browser enforces it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"

@@ -8,8 +8,8 @@ from .._report import asset
 
 # In the order in which they are concatenated; each uses only those before it.
 _SHARED = (
-    "data.js", "lists.js", "theme.js", "cards.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "model.js", "hardware.js",
-    "mesh.js", "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "findings.js", "front.js",
+    "data.js", "lists.js", "theme.js", "cards.js", "grid.js", "tree.js", "treemap.js", "leaf.js", "model.js",
+    "hardware.js", "mesh.js", "live.js", "memory.js", "timeline.js", "time.js", "traffic.js", "findings.js", "front.js",
 )  # fmt: skip
 _OWN = ("talk.js", "controls.js", "figures.js", "views.js", "pins.js", "explore.js", "studio.js")
 _STYLES = ("page.css", "pictures.css", "search.css")
