@@ -404,7 +404,7 @@ def test_a_function_that_ignores_the_alarm_is_killed(run, folder, monkeypatch):
     source = "def bubble(a, b, c):\n  while True:\n    try:\n      pass\n    except BaseException: pass\n"
     Path("mine.py").write_text(source.replace("pass\n", "sum(range(99))\n", 1))
     code, out, _ = run("learn", "check", "5", "mine.py", "--only", "bubble", "--limit", "1")
-    assert code == 1 and "5.3 bubble  stopped: it took more than 1 s" in out
+    assert code == 1 and "5.3 bubble  stopped" in out and "it took more than 1 s" in out
 
 
 def test_a_killed_process_is_reported_with_its_signal():

@@ -93,7 +93,9 @@ def test_gradients_of_stacked_layers_are_alive_in_the_backward_pass():
     forward, backward = live.loops
     during = sum(o.bytes[backward.last] for o in gradients)
     assert 0.4 * compiled.memory.parameters < during < 1.6 * compiled.memory.parameters
-    assert sum(o.bytes[forward.first] for o in gradients) < 0.5 * during
+    assert (
+        sum(o.bytes[forward.first] for o in gradients) < 0.2 * during
+    )  # no weights in another dtype
 
 
 def test_without_the_compiler_s_word_the_order_of_the_program_says_it():

@@ -37,6 +37,9 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         _write_through(path, text)
         return
     target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        missing = f"there is no folder {target.parent}"
+        raise FileNotFoundError(errno.ENOENT, missing, os.fspath(path))
     # Nobody can put a link where it will be: the name is random, and the file must be new.
     partial = target.with_name(f".{target.name[:200]}.{secrets.token_hex(8)}.partial")
     with cleaned_up_on_signal(lambda: partial.unlink(missing_ok=True)):

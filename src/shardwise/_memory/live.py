@@ -38,7 +38,7 @@ class Owner:
     module: str
     place: str
     label: str
-    bytes: tuple[int, ...]
+    bytes: tuple[int, ...] = dataclasses.field(repr=False)
 
     def __str__(self) -> str:
         """Returns its kind, module and line."""
@@ -119,7 +119,15 @@ class LiveMemory:
         return self.peak_bytes / self.compiled_bytes if self.compiled_bytes else 1.0
 
     def at(self, moment: int) -> dict[Owner, int]:
-        """Returns the live bytes of each owner at a moment, largest first."""
+        """Returns the live bytes of each owner at a moment, largest first.
+
+        Raises:
+            IndexError: there is no such moment.
+        """
+        if not 0 <= moment < len(self.places):
+            raise IndexError(
+                f"there is no moment {moment}: the step has {len(self.places)}, from 0 on"
+            )
         there = {owner: owner.bytes[moment] for owner in self.owners if owner.bytes[moment]}
         return dict(sorted(there.items(), key=lambda item: -item[1]))
 

@@ -59,6 +59,8 @@ class Kinds:
         inside = shape.partition("[")[2].rstrip("]")
         dims = _sorted(int(n) for n in inside.split(",") if n)
         kind = _collective(module, computation, instruction)
+        if _reads_arguments_alone(module, computation, instruction):
+            return "temporaries"  # a weight in another dtype or order, for the backward pass or not
         if dims in self.leaves and (kind in _REDUCTIONS or (source.backward and not kind)):
             return "gradients"
         if kind:
@@ -82,6 +84,18 @@ def _collective(module: Module, computation: str, instruction: Instruction) -> s
         return ""
     inner = [(c, i) for c in instruction.called for i in module.computations.get(c, ())]
     return next((kind for c, i in inner if (kind := collective_kind(module, c, i))), "")
+
+
+def _reads_arguments_alone(module: Module, computation: str, instruction: Instruction) -> bool:
+    """Returns whether a value is made from the step's arguments by one operation, and nothing else."""
+    own = module.by_name[computation]
+    read = [own[name] for name in instruction.operands if name in own]
+    return (
+        computation == module.entry
+        and not _collective(module, computation, instruction)
+        and any(i.opcode == "parameter" for i in read)
+        and all(i.opcode in ("parameter", "constant") for i in read)
+    )
 
 
 def _sorted(dims: Iterable[int]) -> tuple[int, ...]:

@@ -84,10 +84,18 @@ class ModelView {
     return held;
   }
 
+  // The bytes that match, by the axes that split them.
+  groupsOf(view) {
+    if (!this.found) return view.node.groups;
+    const sums = new Map();
+    for (const leaf of leavesIn(view)) if (this.found.has(leaf)) sums.set(leaf.group, (sums.get(leaf.group) || 0) + leaf.held);
+    return sums;
+  }
+
   inside(view) {
     const children = this.found ? viewsIn(view).filter((child) => this.weigh(child) >= 0) : [...viewsIn(view)];
     const order = {
-      held: (a, b) => b.node.held - a.node.held, copies: (a, b) => b.node.copies - a.node.copies || b.node.held - a.node.held,
+      held: (a, b) => this.weigh(b) - this.weigh(a), copies: (a, b) => b.node.copies - a.node.copies || this.weigh(b) - this.weigh(a),
       name: (a, b) => a.label.localeCompare(b.label, "en", { numeric: true }),
     }[this.state.sort];
     return order ? children.sort(order) : children;

@@ -146,6 +146,6 @@ function showShares(time, mark) {
     show(12);
     return place;
   };
-  return make("div", {}, make("div", { class: "columns" }, list("modules"), list("lines")),
+  return make("div", {}, make("div", { class: "columns wide" }, list("modules"), list("lines")),
     make("details", {}, make("summary", {}, "The longest instructions"), list("instructions")));
 }

@@ -50,7 +50,7 @@ class Tree {
     const { model } = this;
     const whole = model.weigh(model.root) || 1;
     const bar = make("span", { class: "bar", "aria-hidden": true },
-      [...node.groups].sort((a, b) => b[1] - a[1]).map(([name, held]) => make("span", {
+      [...model.groupsOf(view)].sort((a, b) => b[1] - a[1]).map(([name, held]) => make("span", {
         class: name === "whole" ? "hatched" : "", style: `width:${Math.min(100, (100 * held) / whole)}%;--p:${model.groups.get(name).paint}`,
       })));
     const open = !leaf && this.isOpen(view);
@@ -69,7 +69,7 @@ class Tree {
       count > 1 && /^\{|\.\{/.test(view.label) ? make("span", { class: "times" }, ` ×${count}`) : "",
       leaf ? make("span", { class: "faint shape" }, ` ${showShape(leaf.dtype, leaf.shape)}${count > 1 ? ` ×${count}` : ""}`) : ""),
     make("span", { role: "gridcell", class: "spec", title: leaf ? leaf.spec : null }, leaf ? specText(this.side, leaf.spec) : make("span", { class: "faint" }, plural(node.count, "leaf", "leaves"))),
-    make("span", { role: "gridcell", class: "right" }, showBytes(node.held)),
+    make("span", { role: "gridcell", class: "right" }, showBytes(model.weigh(view))),
     make("span", { role: "gridcell", class: "bar-cell" }, bar),
     make("span", { role: "gridcell", class: "right copies" }, copies));
   }
