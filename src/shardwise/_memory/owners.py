@@ -11,6 +11,9 @@ from .._hlo import Instruction, Module, Source, collective_kind
 
 # How a gradient is combined over devices: the result is the gradient still.
 _REDUCTIONS = ("all-reduce", "reduce-scatter")
+# What only moves or casts a value; a fusion of the step's arguments alone does nothing else in a
+# backward pass.
+_MOVERS = ("bitcast", "convert", "copy", "fusion", "reshape", "transpose")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +62,10 @@ class Kinds:
         inside = shape.partition("[")[2].rstrip("]")
         dims = _sorted(int(n) for n in inside.split(",") if n)
         kind = _collective(module, computation, instruction)
-        if _reads_arguments_alone(module, computation, instruction):
-            return "temporaries"  # a weight in another dtype or order, for the backward pass or not
         if dims in self.leaves and (kind in _REDUCTIONS or (source.backward and not kind)):
-            return "gradients"
+            # A weight in another dtype or order, for the backward pass, is no gradient.
+            moved = not kind and _is_moved_argument(module, computation, instruction)
+            return "temporaries" if moved else "gradients"
         if kind:
             return "collectives"
         op_name = instruction.op_name
@@ -86,15 +89,15 @@ def _collective(module: Module, computation: str, instruction: Instruction) -> s
     return next((kind for c, i in inner if (kind := collective_kind(module, c, i))), "")
 
 
-def _reads_arguments_alone(module: Module, computation: str, instruction: Instruction) -> bool:
-    """Returns whether a value is made from the step's arguments by one operation, and nothing else."""
+def _is_moved_argument(module: Module, computation: str, instruction: Instruction) -> bool:
+    """Returns whether a value is one of the step's arguments, cast, copied or transposed."""
     own = module.by_name[computation]
-    read = [own[name] for name in instruction.operands if name in own]
+    read = [own[name].opcode for name in instruction.operands if name in own]
     return (
         computation == module.entry
-        and not _collective(module, computation, instruction)
-        and any(i.opcode == "parameter" for i in read)
-        and all(i.opcode in ("parameter", "constant") for i in read)
+        and instruction.opcode in _MOVERS
+        and "parameter" in read
+        and {*read} <= {"parameter", "constant"}
     )
 
 
