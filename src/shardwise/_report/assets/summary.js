@@ -67,11 +67,11 @@ function adviceCard(side, go) {
   const [first, ...others] = side.summary.advice;
   const linked = (row, text) => (Object.keys(row.to).length ? make("button", { type: "button", class: "link", onclick: () => go(row.to) }, text) : make("b", {}, text));
   if (!first) return card("card-do", "What to do?", { big: "Nothing", lines: ["No finding, no large waste, and nothing that one part of the step would gain."] });
-  const told = (row) => [` ${row.text} `, labelOf(row.label), row.command ? commandOf(row.command) : ""];
+  const parts = (row) => [` ${row.text} `, labelOf(row.label), row.command ? commandOf(row.command) : ""];
   return card("card-do", "What to do?", {
     state: first.head.startsWith("Fix") || first.head === "Make it run" ? "bad" : "plain", big: linked(first, first.head),
-    lines: [make("span", {}, told(first))],
-    act: others.length ? make("ul", { class: "then" }, others.map((row) => make("li", {}, linked(row, row.head), told(row)))) : "",
+    lines: [make("span", {}, parts(first))],
+    act: others.length ? make("ul", { class: "then" }, others.map((row) => make("li", {}, linked(row, row.head), parts(row)))) : "",
   });
 }
 

@@ -58,10 +58,10 @@ function showTraffic(element, side) {
   const show = (name) => {
     const { header: full, rows: rowsOf } = TRAFFIC_VIEWS[name];
     const at = full.indexOf("reach");
-    const told = (list) => (hasReach(rows) ? list : list.filter((_, i) => i !== at));
-    const header = told(full);
+    const withReach = (list) => (hasReach(rows) ? list : list.filter((_, i) => i !== at));
+    const header = withReach(full);
     const reach = (row) => (row.hosts > 1 ? make("span", { class: "crossing" }, reachOf(side, row)) : reachOf(side, row));
-    const shown = rowsOf(rows, reach).map(told);
+    const shown = rowsOf(rows, reach).map(withReach);
     const most = Math.max(1, ...shown.map((row) => row[row.length - 1].bytes));
     const cells = shown.slice(0, 500).map((row) => {
       const sum = row[row.length - 1];
