@@ -16,7 +16,11 @@ from test_elastic import SCRIPTS, assert_losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 WHY = why_not()
-pytestmark = pytest.mark.skipif(bool(WHY), reason=f"hosts cannot be made here: {WHY}")
+# Where namespaces may be made, CI requires it: what fails then is no reason to skip.
+REQUIRED = os.environ.get("SHARDWISE_TESTS_HOSTS") == "required"
+pytestmark = pytest.mark.skipif(
+    bool(WHY) and not REQUIRED, reason=f"hosts cannot be made here: {WHY}"
+)
 
 
 class Job:

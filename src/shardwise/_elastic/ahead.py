@@ -25,7 +25,7 @@ def compile_ahead(
 ) -> list[int]:
     """Compiles the step of each smaller number of processes that the run may go on with.
 
-    A number that does not fit is not used, and the launcher is told so. Returns those that are left.
+    A number that does not fit is not used, and the launcher no longer offers it. Returns the others.
     Nothing is compiled for CPU devices, whose memory has no limit.
 
     Args:

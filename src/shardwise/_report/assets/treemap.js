@@ -226,7 +226,7 @@ class Treemap {
     }
   }
 
-  // Leaves too small to be told apart are one area: that of their module.
+  // Leaves too small to distinguish are one area: that of their module.
   inside(view, x, y, w, h, depth) {
     this.titled ??= new Set();
     this.rects.set(view, { x, y, w, h });
