@@ -1,6 +1,6 @@
 """Measures the recipes on the accelerator of this machine.
 
-    python benchmarks/step_time/measure.py measured.json [--only NAME]… [--held-out | --convs | --fourth] [--profile FOLDER]
+    python benchmarks/step_time/measure.py measured.json [--only NAME]… [--round NAME] [--profile FOLDER]
 
 Each recipe runs in a separate process, one at a time on the device: `sw.train_step` on random
 batches, without waiting between steps. The step time is the median of seven rounds. With
@@ -91,7 +91,7 @@ def kernels_of(run, state, steps=3):
 
 
 def measure(name, profile):
-    from recipes import RECIPES
+    from rounds import RECIPES
 
     recipe = RECIPES[name]()
     layout = sw.layout(recipe.model, sw.mesh("data=1"))
@@ -134,21 +134,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", nargs="?")
     parser.add_argument("--only", action="append", help="a recipe's name")
-    parser.add_argument("--held-out", action="store_true", help="only the held-out recipes")
-    parser.add_argument("--convs", action="store_true", help="only the held-out convolutional ones")
-    parser.add_argument(
-        "--fourth", action="store_true", help="only those held out of the fourth fit"
-    )
+    parser.add_argument("--round", help="only the recipes of this round, such as `sixth`")
     parser.add_argument("--profile", help="a folder for each recipe's kernels")
     parser.add_argument("--one", help="measure this recipe in this process")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one, args.profile)))
         return
-    from recipes import CONVS, FOURTH, HELD_OUT, RECIPES
+    from rounds import RECIPES, ROUNDS
 
-    chosen = HELD_OUT if args.held_out else CONVS if args.convs else RECIPES
-    chosen = FOURTH if args.fourth else chosen
+    chosen = ROUNDS[args.round] if args.round else RECIPES
     names = list(args.only or chosen)
     found, waiting, running = {}, names[::-1], {}
     profile = ["--profile", args.profile] if args.profile else []

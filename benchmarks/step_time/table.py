@@ -1,6 +1,6 @@
 """Compares modelled step times with measured ones.
 
-    python benchmarks/step_time/table.py predict predicted.json [NAME]…   # anywhere, with shardwise[gpu] and cuDNN
+    python benchmarks/step_time/table.py predict predicted.json [NAME | ROUND]…  # anywhere, with shardwise[gpu] and cuDNN
     python benchmarks/step_time/table.py table predicted.json measured.json [more.json]
 
 The null model beside each row is a constant MFU: the median of the fitted recipes.
@@ -11,14 +11,16 @@ import pathlib
 import sys
 
 import numpy as np
-from recipes import CONVS, FITTED, FOURTH, FRESH, HELD_OUT, RECIPES
+from recipes import FITTED
+from rounds import RECIPES, ROUNDS
 
 import shardwise as sw
 
 
 def predict(path, *names):
     found = {}
-    for name in names or RECIPES:
+    chosen = [n for name in names for n in ROUNDS.get(name, (name,))]
+    for name in chosen or RECIPES:
         recipe = RECIPES[name]()
         layout = sw.layout(recipe.model, sw.mesh("data=1", on="h200:1x1"))
         compiled = sw.compile(recipe, layout, show=False)
@@ -45,8 +47,8 @@ def table(predicted, *measured):
     null = float(np.median(rates))
     print("| recipe | | modelled | bounds | measured | error | constant MFU |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    errors = {kind: [] for kind in ("fitted", "seen", *SETS)}
-    nulls = {kind: [] for kind in (ONCE, "held out", "fourth")}
+    errors = {kind: [] for kind in ("fitted", "seen", *ROUNDS)}
+    nulls = {kind: [] for kind in [*ROUNDS][1:]}
     for name, row in plan.items():
         if "seconds" not in real.get(name, {}):
             continue
@@ -68,13 +70,9 @@ def table(predicted, *measured):
             print(f"- {kind}: {len(found)} recipes, mean {mean:.1%}, worst {worst:.1%}")
 
 
-ONCE = "held out, measured once"
-SETS = {"fresh, seen since": FRESH, ONCE: HELD_OUT, "held out": CONVS, "fourth": FOURTH}
-
-
 def kind_of(name):
     """Returns the set that a recipe belongs to, as the README explains them."""
-    sets = {"fitted": FITTED, **SETS}
+    sets = {"fitted": FITTED, **ROUNDS}
     return next((kind for kind, names in sets.items() if name in names), "seen")
 
 
