@@ -219,15 +219,16 @@ def test_a_gradient_as_a_dilated_convolution_keeps_few_cores_busy(
 
 def summed(channels):
     """Returns sums over the pixels of images of bfloat16, as of a batch norm."""
-    inner = f"""%inner (p: bf16[256,32,32,{channels}]) -> f32[{channels}] {{
+    inner = f"""%inner (p: bf16[256,32,32,{channels}]) -> f32[512,{channels}] {{
   %p = bf16[256,32,32,{channels}]{{3,2,1,0}} parameter(0)
   %c = f32[256,32,32,{channels}]{{3,2,1,0}} convert(%p)
+  %b = f32[512,512,{channels}]{{2,1,0}} bitcast(%c)
   %z = f32[] constant(0)
-  ROOT %r = f32[{channels}]{{0}} reduce(%c, %z), dimensions={{0,1,2}}, to_apply=%add
+  ROOT %r = f32[512,{channels}]{{1,0}} reduce(%b, %z), dimensions={{1}}, to_apply=%add
 }}"""
     return module(
         f"  %a = bf16[256,32,32,{channels}]{{3,2,1,0}} parameter(0)\n"
-        f"  ROOT %d = f32[{channels}]{{0}} fusion(%a), kind=kInput, calls=%inner",
+        f"  ROOT %d = f32[512,{channels}]{{1,0}} fusion(%a), kind=kInput, calls=%inner",
         inner,
     )
 

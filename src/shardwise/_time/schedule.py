@@ -253,7 +253,7 @@ class Schedule:
         self.slices.append(
             Slice(instruction, computation, COMPUTE, self.now, price.seconds, times, price)
         )
-        self.now += price.seconds
+        self._spend(price.seconds + price.gap)
 
     def _copy(self, computation: str, instruction: Instruction, times: int) -> None:
         """Runs what moves slices while something else computes."""

@@ -226,6 +226,8 @@ def convolved_seconds(
     machine = (rate, cores, bandwidth, kernel)
     if found.groups > 1:
         return _grouped(found, *machine)
+    if found.fused and found.wide and max(found.window) > 16:
+        return kernel + _unshared(found, bandwidth)
     if found.taps > max(128, 8 * found.stride):
         return _whole(found, *machine)
     return _dense(found, *machine)
@@ -261,9 +263,10 @@ def _dense(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
             chunk //= 2  # kernels of the GPU before this one, with shorter steps
         contracted = taps * _up(channels, chunk)
     if len(found.window) == 2 and max(found.window) >= 7:
-        rate /= 1.4  # kernels of the GPU before this one
+        rate /= 1.9 if max(found.window) >= 16 else 1.4  # kernels of the GPU before this one
     elif found.fused and (found.dilated or len(found.window) == 2 and max(found.window) >= 5):
-        rate /= 1.6  # with a bias, those kernels come into play earlier
+        # With a bias, those kernels come into play earlier.
+        rate /= 1.6 if len(found.window) == 2 else 1.35
     elif found.towards == "filter" and not found.wide and found.channels in range(33, 64):
         rate /= 1.5  # half-filled tiles, with a check for each element
     elif found.towards == "filter" and found.wide and len(found.window) > 2:
@@ -345,7 +348,7 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     (m, n), share, wider = own.whole
     chunk = 16 if found.wide else 64 if found.channels > 32 else 32
     if len(found.window) == 1:
-        share *= 0.8
+        share *= 0.63 if found.wide else 0.8
     elif max(found.window) > 32:
         share = wider
     elif not found.wide and chunk == 32:
@@ -354,6 +357,15 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     waves = -(-(-(-found.made // m) * -(-found.features // n)) // cores)
     seconds = waves * 2 * m * n * contracted / (share * rate)
     return kernel + seconds + own.converted * sum(found.bytes) / bandwidth
+
+
+def _unshared(found: Convolution, bandwidth: float) -> float:
+    """Returns the seconds of a long window in float32 to which a bias is added.
+
+    The one kernel for that goes without shared memory, at 86 TFLOP/s.
+    """
+    flops = 2.0 * found.made * found.features * found.taps * max(10, found.channels)
+    return flops / (86e12 * bandwidth / _MEASURED_BANDWIDTH)
 
 
 def _grouped(found: Convolution, rate: float, cores: int, bandwidth: float, kernel: float) -> float:

@@ -2,51 +2,164 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
 from ..._hlo import Instruction, Shape
 
 
-def penalty_of(inside: Sequence[Instruction], *, triton: bool) -> float:
-    """Returns how much slower than a copy a fusion streams."""
+def penalty_of(fusion: Instruction, inside: Sequence[Instruction]) -> float:
+    """Returns how much slower than a copy a fusion streams.
+
+    Args:
+        fusion: the fusion.
+        inside: what it computes.
+    """
     if not inside:
         return 1.0
+    triton = "triton" in fusion.rest
     found, root = {i.opcode for i in inside}, inside[-1]
     largest = max(root.shapes, key=lambda s: s.size, default=None)
     written = largest.size if largest else 0
     narrow = largest is not None and largest.nbytes <= 2 * largest.size
-    dims = largest.dims if largest is not None else ()
-    penalty = 1.0
+    penalty = _padded(inside, found, written, narrow=narrow)
+    if "transpose" in found:
+        penalty = _transposed(inside, penalty, largest, triton=triton, narrow=narrow)
+    if "reduce" in found and triton:
+        penalty = max(penalty, _by_rows(fusion, inside, narrow=narrow))
+    elif "reduce" in found:
+        columns = any(over_columns(i, inside) for i in inside if i.opcode == "reduce")
+        if columns:
+            penalty = max(penalty, 1.25 if narrow else 1.05, _of_images(inside, found))
+        else:
+            penalty = max(penalty, _short_rows(inside))
+    if "slice" in found and not narrow and penalty == 1.0 and largest and _odd(largest):
+        penalty = 1.9  # rows that begin anywhere, cut from longer ones
+    fills = found <= {"broadcast", "constant", "bitcast", "copy"}
+    # Filling with elements of 2 bytes or less is not vectorised.
+    return 2.4 if fills and narrow else penalty
+
+
+def _padded(inside: Sequence[Instruction], found: set[str], written: int, *, narrow: bool) -> float:
+    """Returns how much slower than a copy a fusion streams because it pads."""
     pads = [i for i in inside if i.opcode == "pad" and 4 * i.shapes[0].size >= written]
     if len(pads) > 1:
         # All sides are computed for each element, and loads of 2 bytes are not vectorised.
         short = min(i.shapes[0].dims[-1] for i in pads if i.shapes[0].dims) < 512
-        penalty = 2.5 if short and "slice" in found else 1.8 if narrow else 1.3
-    elif pads and narrow and len(pads[0].shapes[0].dims) > 3:
+        if short and "slice" in found:
+            return 1.9 if narrow else 1.3 if "transpose" in found else 1.7
+        return 2.3 if narrow else 1.2 if "transpose" in found else 1.7
+    if pads and narrow and len(pads[0].shapes[0].dims) > 3:
         # Images: which elements are padding is worked out for each, most of all between pixels.
-        penalty = 2.0 if _between(pads[0]) else 1.5
-    if "transpose" in found:
-        # Filters, of which a step reads and writes several, with places of the window between.
-        windows = len(root.shapes) > 1 and 1 < max(dims[:-2], default=1) <= 16
-        # Only the outermost goes through shared memory: those below it, and those beside it,
-        # read or write single elements.
-        single = sum(i.opcode == "transpose" for i in inside) == 1
-        factor = 1.0 if triton else 1.05 if single else 1.7
-        if single and len(dims) > 3 and _turned(inside):
+        return 2.0 if _between(pads[0]) else 1.5
+    if pads and narrow and not pads[0].attribute("padding").endswith("0_0"):
+        # Rows made longer, as of an odd number of words: read one element at a time.
+        return 2.1 if "exponential" in found else 1.35
+    return 1.0
+
+
+def _transposed(
+    inside: Sequence[Instruction],
+    penalty: float,
+    largest: Shape | None,
+    *,
+    triton: bool,
+    narrow: bool,
+) -> float:
+    """Returns how much slower than a copy a fusion streams that transposes."""
+    transposes = [i for i in inside if i.opcode == "transpose"]
+    ways = [i.attribute("dimensions") for i in transposes]
+    dims = largest.dims if largest is not None else ()
+    if _nested(inside):
+        # Only the outermost goes through shared memory: those below it read single elements.
+        if triton:
+            factor = 1.15
+        elif narrow:
+            factor = 2.7
+        else:
+            # Filters whose gradients are narrow: three arrays, and each written anew.
+            loads = [s for i in inside if i.opcode == "parameter" for s in i.shapes]
+            cast = any(s.nbytes <= 2 * s.size and s.size > 4096 for s in loads)
+            filters = len(inside[-1].shapes) > 2 and cast
+            factor = 2.6 if _swaps(ways[-1]) else 5.5 if filters or len(dims) > 4 else 3.3
+    elif triton:
+        # Rows of an odd length begin anywhere.
+        factor = 1.5 if narrow and dims and dims[-1] % 8 else 1.0
+    elif len(set(ways)) == 1:
+        factor = 1.05 if len(ways) == 1 else 1.15
+        if len(ways) == 1 and len(dims) > 3 and _turned(ways):
             factor = 2.2 if narrow else 1.45
-        if _nested(inside):
-            factor = (1.0 if narrow else 2.1) if triton else 4.5 if narrow or windows else 3.0
-        penalty = max(penalty * 1.1, factor)
-    if "reduce" in found:
-        row = 1.3 if triton and not narrow else 1.03
-        columns = any(over_columns(i, inside) for i in inside if i.opcode == "reduce")
-        penalty = max(penalty, (1.25 if narrow else 1.05) if columns else row)
-        if columns and not triton:
-            penalty = max(penalty, _of_images(inside, found))
-    fills = found <= {"broadcast", "constant", "bitcast", "copy"}
-    # Filling with elements of 2 bytes or less is not vectorised.
-    return 2.4 if fills and narrow else penalty
+        if narrow and "pad" in {i.opcode for i in inside} and penalty > 2:
+            factor = 2.8  # both halves of a gated layer's gradient, then transposed
+    else:
+        factor = 1.7
+    return max(penalty * 1.1, factor) if penalty > 1.0 else factor
+
+
+def _swaps(way: str) -> bool:
+    """Returns whether a transpose exchanges the last two dims and nothing else."""
+    found = [int(n) for n in re.findall(r"\d+", way)]
+    count = len(found)
+    return found == [*range(count - 2), count - 1, count - 2] or found[-1] == 0
+
+
+def _by_rows(fusion: Instruction, inside: Sequence[Instruction], *, narrow: bool) -> float:
+    """Returns how much slower than a copy sums along rows stream in Triton.
+
+    Each block holds whole rows in its registers. With 64 elements to a thread they no longer fit,
+    most of all in the gradient of a softmax, and worst where a block's rows lie far apart.
+    """
+    largest = max((s for i in inside for s in i.shapes), key=lambda s: s.size)
+    tile = re.search(r'"sizes":\[([^\]]*)\]', fusion.rest)
+    warps = re.search(r'"num_warps":"?(\d+)', fusion.rest)
+    whole = 2 * max(s.size for s in inside[-1].shapes) > largest.size
+    if tile is None or warps is None:
+        return 1.3 if not narrow else 1.03
+    sizes = [1 << (int(n) - 1).bit_length() for n in re.findall(r"\d+", tile[1])]
+    held = math.prod(sizes)
+    if not whole:
+        sums = next(i for i in inside if i.opcode == "reduce")
+        given = next((i for i in inside if i.name == sums.operands[0] and i.shapes), None)
+        dims = [int(n) for n in re.findall(r"\d+", sums.attribute("dimensions"))]
+        if given is not None:
+            held *= math.prod(1 << (given.shapes[0].dims[d] - 1).bit_length() for d in dims)
+    full = held >= 64 * 32 * int(warps[1])
+    if not whole:
+        return 1.03 if narrow else 1.5 if full else 1.28
+    if not full:
+        return 1.0 if narrow else 1.08
+    products = [i for i in inside if i.opcode == "multiply" and 2 * i.shapes[0].size > largest.size]
+    backward = len(products) > 3 and "divide" in {i.opcode for i in inside}
+    if narrow:
+        return 1.25
+    if backward:
+        apart = len(sizes) > 2 and sizes[-2] == 1 and math.prod(sizes[:-2]) > 8
+        return 3.0 if apart else 1.6
+    return 1.45
+
+
+def _short_rows(inside: Sequence[Instruction]) -> float:
+    """Returns how much slower than a copy sums along rows stream outside Triton."""
+    worst = 1.03
+    for i in inside:
+        given = next((g for g in inside if i.operands and g.name == i.operands[0]), None)
+        if i.opcode != "reduce" or given is None or not given.shapes:
+            continue
+        shape = given.shapes[0]
+        if shape.dims[-1] % 8 == 0:
+            continue
+        loads = [g for g in inside if g.opcode == "parameter" and 2 * g.shapes[0].size > shape.size]
+        small = any(g.shapes[0].nbytes <= 2 * g.shapes[0].size for g in loads)
+        short = shape.dims[-1] < 64
+        worst = max(worst, (4.3 if small else 2.1) if short else 1.75 if small else 1.2)
+    return worst
+
+
+def _odd(shape: Shape) -> bool:
+    """Returns whether rows are so many bytes that few of them begin at a multiple of 16."""
+    size = shape.nbytes // max(1, shape.size)
+    return bool(shape.dims) and shape.dims[-1] > 512 and shape.dims[-1] * size % 16 != 0
 
 
 def image_of(inside: Sequence[Instruction]) -> Shape | None:
@@ -71,16 +184,15 @@ def _of_images(inside: Sequence[Instruction], found: set[str]) -> float:
     if "reduce-window" in found:
         return 4.4 if narrow else 1.8
     if "slice" in found:
-        return 2.5
+        return 2.3 if narrow else 1.2
     if narrow:
-        return 2.6 if found & {"exponential", "logistic"} else 1.9
-    return 1.35
+        return 2.9 if found & {"exponential", "logistic"} else 1.9
+    return 1.15 if sum(i.opcode == "reduce" for i in inside) == 1 else 1.4
 
 
-def _turned(inside: Sequence[Instruction]) -> bool:
+def _turned(ways: Sequence[str]) -> bool:
     """Returns whether images and channels change places."""
-    turned = [i.attribute("dimensions") for i in inside if i.opcode == "transpose"]
-    return any(dims.endswith(",0}") for dims in turned)
+    return any(dims.endswith(",0}") for dims in ways)
 
 
 def _between(pad: Instruction) -> bool:
@@ -88,8 +200,32 @@ def _between(pad: Instruction) -> bool:
     return bool(re.search(r"\d+_\d+_[1-9]", pad.attribute("padding")))
 
 
+def least_seconds(inside: Sequence[Instruction], cores: int) -> float:
+    """Returns how long the slowest block takes of a fusion that runs outside Triton.
+
+    A block sums 32 columns. Where it writes what it reads as well, it waits for each row. Filters
+    of single pixels are transposed by few blocks, one element at a time.
+    """
+    longest = 0.0
+    root = inside[-1] if inside else None
+    if root is not None and len(root.shapes) > 2 and _nested(inside):
+        shape = root.shapes[0]
+        if 2 < len(shape.dims) < 5 and max(shape.dims[:-2]) == 1 and shape.dims[-1] >= 256:
+            longest = 0.3e-9 * min(shape.size, 160_000)
+    for i in inside:
+        given = next((g for g in inside if i.operands and g.name == i.operands[0]), None)
+        if i.opcode != "reduce" or given is None or not over_columns(i, inside):
+            continue
+        result, shape = i.shapes[0], given.shapes[0]
+        rows = shape.size // max(1, result.size)
+        writes = root is not None and any(2 * s.size > shape.size for s in root.shapes)
+        waves = -(-result.size // (32 * 8 * cores))
+        longest = max(longest, waves * rows * 32 / (2.5e9 if writes else 24e9))
+    return longest
+
+
 def waits_of(inside: Sequence[Instruction]) -> int:
-    """Returns how many sums over columns wait, up to two: few of their blocks run at once."""
+    """Returns how many sums over columns wait, up to two: their blocks start one after the other."""
     sums = [i for i in inside if i.opcode == "reduce" and over_columns(i, inside)]
     return 0 if image_of(inside) is not None else min(2, len(sums))
 

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ..._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
 from .convolutions import POINTWISE, Convolution, convolution_of, convolved_seconds
-from .fusions import minor_of, penalty_of, waits_of
+from .fusions import least_seconds, minor_of, penalty_of, waits_of
 from .price import FREE, Price
 from .rates import GpuRates, Products
 
@@ -63,14 +64,19 @@ class GpuPricer:
             ]
             if dots:
                 return self._fused_products(inner, dots, access)
-            triton = "triton" in instruction.rest
             inside = self.module.computations.get(inner, ())
-            penalty, waited = penalty_of(inside, triton=triton), 0.0
-            if not triton:
-                waited = 3 * self.rates.kernel * waits_of(inside)
-                waited = min(waited, 3.5 * access.total / self.rates.bandwidth)
+            sorts = [i for i in inside if i.opcode == "sort"]
+            if sorts:
+                return self.sort(sorts[0], access)
+            least = latency = 0.0
+            if "triton" not in instruction.rest:
+                least = least_seconds(inside, self.rates.cores)
+                latency = 1.4 * self.rates.kernel * waits_of(inside)
+                latency = min(latency, 1.5 * access.total / self.rates.bandwidth)
+            scattered = (*self._scattered(inner), least)
             hot = computation in self.bodies
-            return self.streamed(access, penalty, self._scattered(inner), waited, hot=hot)
+            penalty = penalty_of(instruction, inside)
+            return self.streamed(access, penalty, scattered, latency, hot=hot)
         if opcode in ("dot", "convolution", "ragged-dot"):
             return self._product(computation, instruction, access.total)
         if not access.total:
@@ -84,25 +90,35 @@ class GpuPricer:
         self,
         access: Access,
         penalty: float,
-        scattered: tuple[tuple[int, int], ...] = (),
+        others: Sequence[float] = (),
         latency: float = 0.0,
         *,
         hot: bool = False,
     ) -> Price:
-        """Returns the price of a kernel that streams through memory."""
+        """Returns the price of a kernel that streams through memory.
+
+        Args:
+            access: what it reads, writes and computes.
+            penalty: how much slower than a copy it streams.
+            others: seconds of what else goes on meanwhile, such as adding by atomics.
+            latency: seconds that it waits besides.
+            hot: whether it runs in a loop.
+        """
         rates = self.rates
         moved = penalty * access.total / rates.bandwidth
+        if hot and 2 * access.total < rates.cache:
+            moved /= 1.4
         computed = access.operations / rates.scalar
-        added = sum(count / self._atomics(size) for count, size in scattered)
         body = max(moved, computed) + 0.2 * min(moved, computed) + latency
         # One block for a few numbers starts sooner than a grid of them; so does a small kernel of a
         # loop, which finds what the last iteration touched in the cache.
         start = rates.kernel * (2 + min(0.8, access.total / 65536)) / 3
         if hot and 20 * access.total < rates.cache:
             start *= 0.8
-        seconds = start + max(body, added)
+        body = max([body, *others])
+        seconds = start + body
         kind = "scalar" if computed > moved else "memory"
-        if max(body, added) < rates.kernel:
+        if body < rates.kernel:
             kind = "launch"
         return Price(seconds, kind, access.total)
 
@@ -110,19 +126,34 @@ class GpuPricer:
         known = self.rates.atomics
         return known[min(known, key=lambda other: abs(other - size))]
 
-    def _scattered(self, inner: str) -> tuple[tuple[int, int], ...]:
+    def _scattered(self, inner: str) -> tuple[float, ...]:
         found = []
         for i in self.module.computations.get(inner, ()):
             if i.opcode == "scatter":
                 found += self._updates(inner, i)
         return tuple(found)
 
-    def _updates(self, computation: str, scatter: Instruction) -> tuple[tuple[int, int], ...]:
+    def _updates(self, computation: str, scatter: Instruction) -> tuple[float, ...]:
+        """Returns how long it takes to add each array of updates; what is only placed is free."""
         own = self.module.by_name[computation]
-        arrays = [own[n].shapes[0] for n in scatter.operands[-len(scatter.shapes) :] if n in own]
-        # Elements that each have a place of their own are added one by one, rows together.
-        each = 8 if scatter.attribute("update_window_dims") == "{}" else 1
-        return tuple((each * s.size, max(1, s.nbytes // max(1, s.size))) for s in arrays)
+        combiner = self.module.computations.get(scatter.called[0], ()) if scatter.called else ()
+        if combiner and combiner[-1].opcode == "parameter":
+            return ()
+        names = scatter.operands
+        count = len(scatter.shapes)
+        dims = [int(n) for n in re.findall(r"\d+", scatter.attribute("update_window_dims"))]
+        found = []
+        for name, given in zip(names[-count:], names[:count], strict=True):
+            if name not in own or given not in own:
+                continue
+            updates, into = own[name].shapes[0], own[given].shapes[0]
+            row = math.prod(updates.dims[d] for d in dims)
+            size = max(1, updates.nbytes // max(1, updates.size))
+            rate = self._atomics(0 if row == 1 else size)
+            if updates.size > 4 * into.size:
+                rate = self.rates.shared  # rows that many updates share wait for each other
+            found.append(updates.size / rate)
+        return tuple(found)
 
     def sort(self, instruction: Instruction, access: Access) -> Price:
         longest = max((s.dims[-1] if s.dims else 1 for s in instruction.shapes), default=1)
@@ -208,11 +239,11 @@ class GpuPricer:
         splits, kernels = _SPLITS, [products]
         if products.older is not None:
             kernels.append(products.older)
-            if sliced and wide:
-                # Nothing is tuned there: the library's first choice runs, which never splits.
-                kernels, splits = [products.older], (1,)
-            elif any(minor * size % 16 for minor in minors):
-                kernels = [products.older]
+        if sliced and wide and products.older is not None:
+            # Nothing is tuned there: the library's first choice runs, which never splits.
+            kernels, splits = [products.older], (1,)
+        elif products.single and any(minor * size % 16 for minor in minors):
+            kernels = [*products.single]
         streamed, total = moved / rates.bandwidth, math.inf
         seconds = math.inf
         for kernel in kernels:
@@ -249,7 +280,9 @@ class GpuPricer:
         if "fmha" in target and shapes:
             return self.attention(instruction, target, shapes, flops or 0, access.total)
         if "__cudnn$conv" in target and shapes:
-            return self.convolved(instruction, shapes, target, flops or 0, access.total)
+            # It is in no CUDA graph: those before and after it are launched apart.
+            price = self.convolved(instruction, shapes, target, flops or 0, access.total)
+            return dataclasses.replace(price, gap=1.3 * self.rates.kernel)
         if "TopK" in target or "sort" in target.lower():
             return self.sort(instruction, access)
         if flops:

@@ -30,6 +30,7 @@ class Price:
             its operand and its result on one device.
         flops: its floating-point operations.
         known: whether there is a model for it; if not, `seconds` is a lower bound.
+        gap: seconds that the device then waits for the next launch.
     """
 
     seconds: float
@@ -37,6 +38,7 @@ class Price:
     bytes: int = 0
     flops: int = 0
     known: bool = True
+    gap: float = 0.0
 
     @property
     def bound(self) -> str:

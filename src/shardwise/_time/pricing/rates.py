@@ -34,9 +34,9 @@ class Products:
         tiles: the sizes of tiles that the library has kernels for.
         overlap: how much of the shorter of computing and streaming is not hidden by the other.
         added: how much of reading the array that the product is added to is not hidden.
-        older: kernels of the GPU before this one. The library takes them where its own cannot:
-            for rows that are no multiple of 16 bytes, and of float32 for operands that a fusion
-            slices in place.
+        older: kernels of the GPU before this one. The library takes them where they are faster,
+            and of float32 for operands that a fusion slices in place.
+        single: kernels that load single elements, for rows that are no multiple of 16 bytes.
     """
 
     start: float
@@ -49,11 +49,13 @@ class Products:
     overlap: float = 0.15
     added: float = 0.0
     older: Products | None = None
+    single: tuple[Products, ...] = ()
 
     def scaled(self, factor: float) -> Products:
         """Returns the same kernels, this many times as fast."""
         older = self.older.scaled(factor) if self.older is not None else None
-        return dataclasses.replace(self, rate=self.rate * factor, older=older)
+        single = tuple(kernel.scaled(factor) for kernel in self.single)
+        return dataclasses.replace(self, rate=self.rate * factor, older=older, single=single)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,7 +72,9 @@ class GpuRates:
         cache: bytes of the cache that all cores share.
         scalar: scalar operations per second of all cores.
         kernel: seconds that the smallest kernel takes, with its launch.
-        atomics: elements per second of a scatter that adds, by bytes of an element.
+        atomics: elements per second of a scatter that adds, by bytes of an element; by 0 of those
+            that are added one by one.
+        shared: the same for rows that many updates are added to.
         attention: flops per second of a long attention kernel by `(head depth, backward)`.
         attention_length: the length at which attention reaches half of that, at depth 128.
         power: the share of the product rate that is lost when a step does little else.
@@ -88,6 +92,7 @@ class GpuRates:
     scalar: float
     kernel: float
     atomics: Mapping[int, float]
+    shared: float
     attention: Mapping[tuple[int, bool], float]
     attention_length: float
     power: float
@@ -96,7 +101,7 @@ class GpuRates:
 
     def slowdown(self, share: float) -> float:
         """Returns the factor by which products slow down when they are this share of a step's work."""
-        return 1.0 / (1.0 - self.power * min(1.0, max(0.0, (share - 0.5) / 0.25)))
+        return 1.0 / (1.0 - self.power * min(1.0, max(0.0, (share - 0.4) / 0.4)))
 
 
 _EVEN = {(True, True): 1.0, (True, False): 0.985, (False, False): 0.985, (False, True): 0.985}
@@ -104,13 +109,25 @@ _EVEN = {(True, True): 1.0, (True, False): 0.985, (False, False): 0.985, (False,
 _TF32 = {(True, True): 1.0, (True, False): 0.83, (False, False): 0.56, (False, True): 1.0}
 _TF32_AMPERE = {(True, True): 1.0, (True, False): 0.97, (False, False): 0.86, (False, True): 0.59}
 
+_AMPERE = Products(
+    1.1e-6, 5.0e12, 139, 2.02, 3.8e-6, _TF32_AMPERE, _FEW_TILES, overlap=0.45, added=0.92
+)
+
 H200 = GpuRates(
     name="h200",
     label="measured",
-    source="kernels of 58 recipes on one H200 (benchmarks/step_time)",
+    source="kernels of 84 recipes on one H200 (benchmarks/step_time)",
     cores=132,
     products={
-        "bf16": Products(3.0e-6, 7.96e12, 57, 0.256, 2.8e-6, _EVEN),
+        "bf16": Products(
+            3.0e-6,
+            7.96e12,
+            57,
+            0.256,
+            2.8e-6,
+            _EVEN,
+            single=(Products(1.1e-6, 7.3e12, 139, 2.02, 3.8e-6, _EVEN, ((64, 64),)),),
+        ),
         "f32": Products(
             4.0e-6,
             4.67e12,
@@ -121,16 +138,11 @@ H200 = GpuRates(
             _FEW_TILES,
             overlap=0.45,
             added=0.92,
-            older=Products(
-                1.1e-6,
-                5.0e12,
-                139,
-                2.02,
-                3.8e-6,
-                _TF32_AMPERE,
-                _FEW_TILES,
-                overlap=0.45,
-                added=0.92,
+            older=_AMPERE,
+            single=(
+                dataclasses.replace(_AMPERE, rate=3.1e12),
+                # Without tensor cores: small tiles, for many small products.
+                Products(1.1e-6, 0.28e12, 34, 0.0, 3.8e-6, _EVEN, ((32, 32), (32, 64), (64, 64))),
             ),
         ),
     },
@@ -138,10 +150,11 @@ H200 = GpuRates(
     cache=50e6,
     scalar=33e12,
     kernel=1.5e-6,
-    atomics={2: 0.14e12, 4: 0.27e12},
+    atomics={0: 0.067e12, 2: 0.14e12, 4: 0.35e12},
+    shared=0.052e12,
     attention={(128, False): 655e12, (128, True): 515e12, (64, False): 455e12, (64, True): 355e12},
     attention_length=1150,
-    power=0.125,
+    power=0.132,
     iteration=2.0e-6,
     dispatch=120e-6,
 )
@@ -172,13 +185,18 @@ def _scaled(chip: Chip) -> GpuRates:
         cores=gpu.cores,
         products={
             # What Hopper's library takes from Ampere has no counterpart on Ampere itself.
-            dtype: dataclasses.replace(rates, older=rates.older if hopper else None).scaled(each)
+            dtype: dataclasses.replace(
+                rates,
+                older=rates.older if hopper else None,
+                single=rates.single if hopper else (),
+            ).scaled(each)
             for dtype, rates in H200.products.items()
         },
         bandwidth=H200.bandwidth * memory,
         cache=gpu.l2_bytes,
         scalar=H200.scalar * scalar,
         atomics={size: rate * memory for size, rate in H200.atomics.items()},
+        shared=H200.shared * memory,
         attention={key: rate * peak for key, rate in H200.attention.items()},
         # The older chips reach their rates without meeting their power limits.
         power=H200.power if hopper else 0.0,
