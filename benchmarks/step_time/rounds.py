@@ -1,5 +1,6 @@
-"""The recipes by round, and those of the sixth: frozen with their predictions before anything of them was measured."""
+"""The recipes by round: those of the sixth and seventh were frozen, with their predictions, before any was measured."""
 
+import families
 import models as own
 import optax
 import others
@@ -114,11 +115,94 @@ SIXTH = {
     ),
 }  # fmt: skip
 
+SEVENTH = {
+    # Decoders.
+    "decoder 1280, 2k, GQA, dots saved": lambda: decoder_of(
+        4, 1280, 3584, 10, (6, 2048), config={"kv_heads": 2, "remat": "dots_saveable"}
+    ),
+    "decoder 704, f32, 512": lambda: decoder_of(
+        5, 704, 1920, 11, (16, 512), vocab=24000, compute_dtype=None
+    ),
+    "decoder 1600, scanned, all saved, lion": lambda: decoder_of(
+        5, 1600, 4352, 25, (10, 1024), vocab=12000, optimizer=optax.lion(1e-4),
+        config={"scan": True},
+    ),
+    "experts 24 of 448, top 4": lambda: decoder_of(
+        4, 448, 1216, 7, (16, 512), config={"experts": 24, "chosen": 4, "capacity": 1.25}
+    ),
+    "decoder 2304, 65k words, 2 parts": lambda: decoder_of(
+        3, 2304, 6144, 18, (8, 1536), vocab=65536, accumulate=2
+    ),
+    # Transformers by other hands.
+    "rotary 1152, GQA, bf16": lambda: of(
+        lambda: families.Rotary(32000, 1152, 18, 6, 3072, 4, nnx.Rngs(0)),
+        others.causal_loss, ints(8, 1025), **BF16,
+    ),
+    "biased attention 512, bf16": lambda: of(
+        lambda: families.SeqToSeq(32128, 512, 8, 1024, 4, 512, nnx.Rngs(0)),
+        families.translated_loss, ints(24, 512), ints(24, 129), **BF16,
+    ),
+    "conformer 384, bf16": lambda: of(
+        lambda: families.Conformer(80, 384, 6, 5, 31, 1000, nnx.Rngs(0)),
+        families.labelled_loss, array((24, 1024, 80)), ints(24, 256), **BF16,
+    ),
+    "latents 384, f32": lambda: of(
+        lambda: families.Latents(64, 256, 384, 6, 6, 1000, nnx.Rngs(0)),
+        families.labelled_loss, array((32, 4096, 64)), ints(32),
+    ),
+    "ViT 1280, patches of 14, bf16": lambda: recipes.vit(24, 224, 14, 1280, 16, 3, **BF16),
+    "linear recurrence 768, bf16": lambda: of(
+        lambda: families.LinearRecurrence(16000, 768, 4, nnx.Rngs(0)),
+        others.causal_loss, ints(8, 1025), **BF16,
+    ),
+    # Convolutions.
+    "bottlenecks 64, group norms, bf16": lambda: images(
+        lambda: families.Bottlenecks(64, (2, 2, 2, 2), nnx.Rngs(0)), 96, 192, **BF16
+    ),
+    "super-resolution 96, f32": lambda: of(
+        lambda: families.SuperResolution(96, 6, 2, nnx.Rngs(0)),
+        families.distance_loss, array((24, 64, 64, 3)), array((24, 128, 128, 3)),
+    ),
+    "temporal 256, f32": lambda: of(
+        lambda: families.TemporalNet(80, 256, 10, 40, nnx.Rngs(0)),
+        families.labelled_loss, array((32, 1024, 80)), ints(32, 1024),
+    ),
+    "ResNet-14 of 96, f32": lambda: images(
+        lambda: others.BasicResNet((1, 2, 2, 1), nnx.Rngs(0), first=96), 64, 128
+    ),
+    "VAE 96 to 384, bf16": lambda: of(
+        lambda: others.Vae((96, 192, 384), 64, 64, nnx.Rngs(0)),
+        others.reconstruction_loss, array((96, 64, 64, 3)), **BF16,
+    ),
+    # Plain networks and tables.
+    "radiance 384, f32": lambda: of(
+        lambda: families.Radiance(384, nnx.Rngs(0)),
+        own.squared, array((131072, 3)), array((131072, 4)),
+    ),
+    "points 64 to 1024, f32": lambda: of(
+        lambda: families.Points((64, 128, 256, 1024), 40, nnx.Rngs(0)),
+        own.classified, array((32, 2048, 3)), ints(32),
+    ),
+    "LSTM 512, two layers, f32": lambda: of(
+        lambda: families.Lstm(12000, 512, nnx.Rngs(0)), others.causal_loss, ints(64, 65)
+    ),
+    "tabular 2048, bf16, batch norms": lambda: of(
+        lambda: families.Tabular(200, (2048, 1024, 512), 10, nnx.Rngs(0)),
+        own.classified, array((16384, 200)), ints(16384), **BF16,
+    ),
+    "recommender 32, 26 tables, sgd": lambda: of(
+        lambda: others.Recommender(26, 40_000, 32, 13, nnx.Rngs(0)),
+        others.binary_loss, array((16384, 13)), ints(16384, 26), array((16384,)),
+        optimizer=optax.sgd(0.05),
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
     "third": recipes.CONVS,
     "fourth": recipes.FOURTH,
     "sixth": SIXTH,
+    "seventh": SEVENTH,
 }
-RECIPES = recipes.RECIPES | SIXTH
+RECIPES = recipes.RECIPES | SIXTH | SEVENTH

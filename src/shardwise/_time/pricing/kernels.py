@@ -136,7 +136,7 @@ class GpuPricer:
     def _updates(self, computation: str, scatter: Instruction) -> tuple[float, ...]:
         """Returns how long it takes to add each array of updates; what is only placed is free."""
         own = self.module.by_name[computation]
-        combiner = self.module.computations.get(scatter.called[0], ()) if scatter.called else ()
+        combiner = self.module.computations.get(scatter.attribute("to_apply").strip("%"), ())
         if combiner and combiner[-1].opcode == "parameter":
             return ()
         names = scatter.operands
