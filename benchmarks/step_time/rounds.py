@@ -1,4 +1,4 @@
-"""The recipes by round: those of the sixth and seventh were frozen, with their predictions, before any was measured."""
+"""The recipes by round: those from the sixth on were frozen, with their predictions, before any was measured."""
 
 import families
 import models as own
@@ -197,6 +197,69 @@ SEVENTH = {
     ),
 }  # fmt: skip
 
+EIGHTH = {
+    "decoder 1920, GQA, 100k words": lambda: decoder_of(
+        2, 1920, 5120, 15, (6, 2048), vocab=100_000, config={"kv_heads": 5}
+    ),
+    "decoder 576, f32, scanned": lambda: decoder_of(
+        8, 576, 1536, 9, (16, 512), vocab=20000, compute_dtype=None, config={"scan": True}
+    ),
+    "experts 10 of 896, top 2": lambda: decoder_of(
+        3, 896, 2432, 14, (8, 1024), config={"experts": 10, "chosen": 2, "capacity": 1.25}
+    ),
+    "GPT 1024, bf16, lion": lambda: gpt(
+        32000, 1024, 16, 4, (6, 1024), optimizer=optax.lion(1e-4), **BF16
+    ),
+    "BERT 384, f32, 256 long": lambda: of(
+        lambda: others.Bert(30000, 384, 6, 4, 256, nnx.Rngs(0)),
+        others.masked_loss, ints(64, 256), ints(64, 256),
+    ),
+    "conformer 256, f32": lambda: of(
+        lambda: families.Conformer(64, 256, 4, 4, 15, 500, nnx.Rngs(0)),
+        families.labelled_loss, array((32, 800, 64)), ints(32, 200),
+    ),
+    "biased attention 384, f32": lambda: of(
+        lambda: families.SeqToSeq(16000, 384, 6, 1024, 3, 320, nnx.Rngs(0)),
+        families.translated_loss, ints(32, 320), ints(32, 161),
+    ),
+    "windows 96 of 7, f32": lambda: images(
+        lambda: others.Windows(96, 3, 7, 4, nnx.Rngs(0)), 32, 224
+    ),
+    "diffusion UNet 96, f32": lambda: of(
+        lambda: others.DiffusionUNet((96, 192, 256), nnx.Rngs(0)),
+        others.diffusion_loss, array((48, 32, 32, 4)), array((48, 32, 32, 4)), array((48,)),
+    ),
+    "bottlenecks 32, f32": lambda: images(
+        lambda: families.Bottlenecks(32, (3, 4, 3), nnx.Rngs(0)), 64, 160
+    ),
+    "VAE 48 to 192, f32": lambda: of(
+        lambda: others.Vae((48, 96, 192), 64, 96, nnx.Rngs(0)),
+        others.reconstruction_loss, array((64, 96, 96, 3)),
+    ),
+    "temporal 192, bf16": lambda: of(
+        lambda: families.TemporalNet(64, 192, 8, 30, nnx.Rngs(0)),
+        families.labelled_loss, array((48, 1024, 64)), ints(48, 1024), **BF16,
+    ),
+    "graph net 128, 262k edges, f32": lambda: of(
+        lambda: others.GraphNet(32, 128, 3, nnx.Rngs(0)),
+        others.graph_loss,
+        array((32768, 32)), ints(262144), ints(262144), array((32768,)),
+    ),
+    "recommender 48, 16 tables, adam": lambda: of(
+        lambda: others.Recommender(16, 100_000, 48, 20, nnx.Rngs(0)),
+        others.binary_loss, array((8192, 20)), ints(8192, 16), array((8192,)),
+        optimizer=optax.adam(1e-3),
+    ),
+    "points 128 to 512, bf16": lambda: of(
+        lambda: families.Points((128, 256, 512), 40, nnx.Rngs(0)),
+        own.classified, array((64, 1024, 3)), ints(64), **BF16,
+    ),
+    "radiance 256, bf16": lambda: of(
+        lambda: families.Radiance(256, nnx.Rngs(0)),
+        own.squared, array((262144, 3)), array((262144, 4)), **BF16,
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
@@ -204,5 +267,6 @@ ROUNDS = {
     "fourth": recipes.FOURTH,
     "sixth": SIXTH,
     "seventh": SEVENTH,
+    "eighth": EIGHTH,
 }
-RECIPES = recipes.RECIPES | SIXTH | SEVENTH
+RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH

@@ -130,10 +130,48 @@ def softmax_gradient(tile, warps):
 
 def test_rows_that_do_not_fit_into_registers_stream_slower():
     fits = softmax_gradient((1, 1, 16, 384), 8).seconds
-    full = softmax_gradient((1, 1, 32, 384), 8).seconds
+    full = softmax_gradient((2, 1, 16, 384), 8).seconds
     apart = softmax_gradient((4, 8, 1, 384), 8).seconds
     assert 1.3 * fits < full < apart / 1.3
     assert apart == pytest.approx(544.7 * MICRO, rel=0.2)
+
+
+def gathered(tables, width):
+    """Returns the price of reading rows of some tables and writing them side by side."""
+    given = [f"  %t{i} = f32[40000,{width}]{{1,0}} parameter({i})" for i in range(tables)]
+    index = f"  %i = s32[16384,1]{{1,0}} parameter({tables})"
+    rows = [
+        f"  %g{i} = f32[16384,{width}]{{1,0}} gather(%t{i}, %i), offset_dims={{1}}, "
+        f"collapsed_slice_dims={{0}}, start_index_map={{0}}, index_vector_dim=1, "
+        f"slice_sizes={{1,{width}}}"
+        for i in range(tables)
+    ]
+    out = f"f32[16384,{tables * width}]{{1,0}}"
+    names = ", ".join(f"%g{i}" for i in range(tables))
+    signature = ", ".join(f"t{i}: f32[40000,{width}]" for i in range(tables))
+    inner = "\n".join(
+        [
+            f"%inner ({signature}, i: s32[16384,1]) -> f32[16384,{tables * width}] {{",
+            *given,
+            index,
+            *rows,
+            f"  ROOT %c = {out} concatenate({names}), dimensions={{1}}",
+            "}",
+        ]
+    )
+    names = ", ".join([*(f"%t{i}" for i in range(tables)), "%i"])
+    body = [*given, index, f"  ROOT %k = {out} fusion({names}), kind=kLoop, calls=%inner"]
+    return price_of("\n".join(body), inner)
+
+
+def test_rows_of_many_tables_are_read_at_random():
+    assert gathered(26, 32).seconds == pytest.approx(69 * MICRO, rel=0.15)
+    assert 2 * gathered(2, 416).seconds < gathered(26, 32).seconds * 1.2
+
+
+def test_elements_of_columns_are_added_apart():
+    pairs = scattered("16384,27,27", "351,16384,1,1", "1,2,3")
+    assert pairs.seconds == pytest.approx(341 * MICRO, rel=0.2)
 
 
 def sums(rows, columns, *, writes):

@@ -119,8 +119,10 @@ def _fusion(module: Module, fusion: Instruction, given: list[tuple[Shape, ...]])
             elif instruction.opcode in ("dynamic-update-slice", "scatter") and place == 0:
                 kept = 0.0 if instruction.name in updates else wanted
                 demand[name] = max(demand[name], kept)
-            elif instruction.opcode in ("broadcast", "concatenate", "pad", "dot", "reduce-window"):
+            elif instruction.opcode in ("dot", "reduce-window"):
                 demand[name] = float(whole)
+            elif instruction.opcode in ("broadcast", "concatenate", "pad"):
+                demand[name] = max(demand[name], min(wanted, whole))
             else:
                 demand[name] = max(demand[name], min(share, 1.0) * whole)
     read = 0

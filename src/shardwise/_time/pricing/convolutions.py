@@ -263,10 +263,12 @@ def _dense(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
             chunk //= 2  # kernels of the GPU before this one, with shorter steps
         contracted = taps * _up(channels, chunk)
     if len(found.window) == 2 and max(found.window) >= 7:
-        rate /= 1.9 if max(found.window) >= 16 else 1.4  # kernels of the GPU before this one
+        rate /= 1.9 if max(found.window) >= 14 else 1.4  # kernels of the GPU before this one
     elif found.fused and (found.dilated or len(found.window) == 2 and max(found.window) >= 5):
         # With a bias, those kernels come into play earlier.
         rate /= 1.6 if len(found.window) == 2 else 1.35
+    elif found.wide and found.dilated:
+        rate /= 1.9
     elif found.towards == "filter" and not found.wide and found.channels in range(33, 64):
         rate /= 1.5  # half-filled tiles, with a check for each element
     elif found.towards == "filter" and found.wide and len(found.window) > 2:

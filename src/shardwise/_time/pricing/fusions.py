@@ -76,13 +76,16 @@ def _transposed(
         if triton:
             factor = 1.15
         elif narrow:
-            factor = 2.7
+            # Tiles of 32 places that depths such as 80 do not fill.
+            depth = dims[-1] if dims else 0
+            factor = 5.4 if depth > 64 and depth % 32 and _swaps(ways[-1]) else 2.7
         else:
             # Filters whose gradients are narrow: three arrays, and each written anew.
             loads = [s for i in inside if i.opcode == "parameter" for s in i.shapes]
             cast = any(s.nbytes <= 2 * s.size and s.size > 4096 for s in loads)
             filters = len(inside[-1].shapes) > 2 and cast
-            factor = 2.6 if _swaps(ways[-1]) else 5.5 if filters or len(dims) > 4 else 3.3
+            far = filters or len(dims) > 4 or any(i.opcode == "pad" for i in inside)
+            factor = 2.6 if _swaps(ways[-1]) else 5.7 if far else 3.3
     elif triton:
         # Rows of an odd length begin anywhere.
         factor = 1.5 if narrow and dims and dims[-1] % 8 else 1.0
@@ -92,6 +95,8 @@ def _transposed(
             factor = 2.2 if narrow else 1.45
         if narrow and "pad" in {i.opcode for i in inside} and penalty > 2:
             factor = 2.8  # both halves of a gated layer's gradient, then transposed
+        if narrow and any(n % 2 for s in inside[-1].shapes for n in s.dims[-1:]):
+            factor *= 1.35
     else:
         factor = 1.7
     return max(penalty * 1.1, factor) if penalty > 1.0 else factor
@@ -108,7 +113,7 @@ def _by_rows(fusion: Instruction, inside: Sequence[Instruction], *, narrow: bool
     """Returns how much slower than a copy sums along rows stream in Triton.
 
     Each block holds whole rows in its registers. With 64 elements to a thread they no longer fit,
-    most of all in the gradient of a softmax, and worst where a block's rows lie far apart.
+    most of all in the gradient of a softmax, and worst where a block's rows do not lie together.
     """
     largest = max((s for i in inside for s in i.shapes), key=lambda s: s.size)
     tile = re.search(r'"sizes":\[([^\]]*)\]', fusion.rest)
@@ -125,18 +130,23 @@ def _by_rows(fusion: Instruction, inside: Sequence[Instruction], *, narrow: bool
         if given is not None:
             held *= math.prod(1 << (given.shapes[0].dims[d] - 1).bit_length() for d in dims)
     full = held >= 64 * 32 * int(warps[1])
+    rows = sizes[:-1] if whole else sizes
+    together = math.prod(rows[:-1]) == 1
     if not whole:
-        return 1.03 if narrow else 1.5 if full else 1.28
-    if not full:
-        return 1.0 if narrow else 1.08
+        return 1.03 if narrow else 1.28 if not full else 1.15 if together else 1.5
+    found = {i.opcode for i in inside}
     products = [i for i in inside if i.opcode == "multiply" and 2 * i.shapes[0].size > largest.size]
-    backward = len(products) > 3 and "divide" in {i.opcode for i in inside}
     if narrow:
-        return 1.25
-    if backward:
-        apart = len(sizes) > 2 and sizes[-2] == 1 and math.prod(sizes[:-2]) > 8
-        return 3.0 if apart else 1.6
-    return 1.45
+        return 1.25 if full else 1.0
+    if len(products) > 3 and "divide" in found:
+        if together:
+            return 1.08
+        if full:
+            return 3.0 if rows[-1] == 1 else 1.65
+        return 1.85 if math.prod(rows) >= 8 and rows[-1] == 1 and rows[0] >= 8 else 1.25
+    if not full:
+        return 1.05
+    return 1.6 if "transpose" in found and sizes[-1] < 64 else 1.4
 
 
 def _short_rows(inside: Sequence[Instruction]) -> float:
@@ -147,9 +157,11 @@ def _short_rows(inside: Sequence[Instruction]) -> float:
         if i.opcode != "reduce" or given is None or not given.shapes:
             continue
         shape = given.shapes[0]
-        if shape.dims[-1] % 8 == 0:
-            continue
         loads = [g for g in inside if g.opcode == "parameter" and 2 * g.shapes[0].size > shape.size]
+        if all(not g.shapes[0].dims or g.shapes[0].dims[-1] % 8 == 0 for g in loads) and not any(
+            g.opcode == "slice" and g.shapes[0].dims[-1] % 8 for g in inside
+        ):
+            continue
         small = any(g.shapes[0].nbytes <= 2 * g.shapes[0].size for g in loads)
         short = shape.dims[-1] < 64
         worst = max(worst, (4.3 if small else 2.1) if short else 1.75 if small else 1.2)

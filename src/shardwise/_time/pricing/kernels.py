@@ -71,12 +71,12 @@ class GpuPricer:
             least = latency = 0.0
             if "triton" not in instruction.rest:
                 least = least_seconds(inside, self.rates.cores)
-                latency = 1.4 * self.rates.kernel * waits_of(inside)
+                latency = self.rates.kernel * waits_of(inside)
                 latency = min(latency, 1.5 * access.total / self.rates.bandwidth)
-            scattered = (*self._scattered(inner), least)
+            others = (*self._scattered(inner), self._gathered(inner), least)
             hot = computation in self.bodies
             penalty = penalty_of(instruction, inside)
-            return self.streamed(access, penalty, scattered, latency, hot=hot)
+            return self.streamed(access, penalty, others, latency, hot=hot)
         if opcode in ("dot", "convolution", "ragged-dot"):
             return self._product(computation, instruction, access.total)
         if not access.total:
@@ -152,8 +152,30 @@ class GpuPricer:
             rate = self._atomics(0 if row == 1 else size)
             if updates.size > 4 * into.size:
                 rate = self.rates.shared  # rows that many updates share wait for each other
+            elif row > 1 and updates.dims[dims[-1]] == 1:
+                rate = self._apart(into)
             found.append(updates.size / rate)
         return tuple(found)
+
+    def _gathered(self, inner: str) -> float:
+        """Returns how long a fusion takes to gather rows of many tables, or columns of one."""
+        own = self.module.by_name.get(inner, {})
+        seconds, rows, tables = 0.0, 0.0, 0
+        for i in self.module.computations.get(inner, ()):
+            given = own.get(i.operands[0]) if i.opcode == "gather" else None
+            if given is None or not given.shapes:
+                continue
+            sizes = [int(n) for n in re.findall(r"\d+", i.attribute("slice_sizes"))]
+            if math.prod(sizes) > 1 and sizes[-1] == 1 and given.shapes[0].dims[-1] > 1:
+                seconds += i.shapes[0].size / (1.5 * self._apart(given.shapes[0]))
+            elif sizes and sizes[-1] > 1:
+                tables += 1
+                rows += 2.4 * 2 * i.shapes[0].nbytes / self.rates.bandwidth
+        return seconds + (rows if tables > 3 else 0.0)
+
+    def _apart(self, shape: Shape) -> float:
+        """Returns how many elements of a column are read or changed in a second."""
+        return self.rates.shared / (1 if 2 * shape.nbytes < self.rates.cache else 3)
 
     def sort(self, instruction: Instruction, access: Access) -> Price:
         longest = max((s.dims[-1] if s.dims else 1 for s in instruction.shapes), default=1)
