@@ -212,11 +212,9 @@ def test_demo_shows_a_whole_run(run, tmp_path):
     (line,) = pages.help_examples(run("demo", "--help")[1])
     names = ("JAX_PLATFORMS", "XLA_FLAGS")
     plain = {name: text for name, text in os.environ.items() if name not in names}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", *shlex.split(line), "--checkpoints", "runs/demo"],
         env={**plain, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     out, err = done.stdout, done.stderr
