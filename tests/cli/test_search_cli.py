@@ -11,6 +11,7 @@ import numpy as np
 import pages
 import pytest
 import schemas
+from forked import Forked
 
 import shardwise as sw
 
@@ -241,7 +242,7 @@ def test_the_examples_of_the_help_run(run):
 
 
 def test_an_interrupt_prints_what_is_known():
-    with subprocess.Popen(
+    with Forked(
         [sys.executable, "-m", "shardwise", *SEARCH],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
