@@ -8,6 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,10 +131,8 @@ def test_an_unreadable_step_is_named_and_the_others_are_used(pristine):
     shutil.copytree(pristine[0], directory)
     try:
         (directory / "1").chmod(0)
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(directory)],
-            capture_output=True, text=True, timeout=120, env=os.environ | {"HOME": "/tmp"},
-        )  # fmt: skip
+        command = [sys.executable, "-c", textwrap.dedent(AS_NOBODY), str(directory)]
+        done = forked.run(command, timeout=120, env=os.environ | {"HOME": "/tmp"})
     finally:
         shutil.rmtree(directory)
     assert done.stdout.splitlines() == [

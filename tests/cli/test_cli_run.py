@@ -45,6 +45,7 @@ recipe = sw.Recipe(
 """,
 }
 pytestmark = pytest.mark.usefixtures("folder")
+SCRIPTS = Path(__file__).parents[1] / "scripts"
 RUN = ("--mesh", "data=8", "--on", "cpu:8", "--strategy", "dp")
 
 
@@ -200,9 +201,10 @@ def test_the_examples_of_launch_s_help_run(run, folder, example):
     line = pages.help_examples(run("launch", "--help")[1])[example]
     np.save(folder / "tokens.npy", np.arange(2000, dtype="uint16") % 64)
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        shlex.split(line), env={**os.environ, "PATH": path}, capture_output=True, text=True
-    )
+    shell, *words = shlex.split(line)
+    assert shell == "shardwise"
+    command = [sys.executable, str(SCRIPTS / "launch.py"), *words]
+    done = forked.run(command, env={**os.environ, "PATH": path}, cwd=folder)
     assert done.returncode == 0 and "step 2/2" in done.stdout + done.stderr, done.stderr
 
 
@@ -212,11 +214,9 @@ def test_demo_shows_a_whole_run(run, tmp_path):
     (line,) = pages.help_examples(run("demo", "--help")[1])
     names = ("JAX_PLATFORMS", "XLA_FLAGS")
     plain = {name: text for name, text in os.environ.items() if name not in names}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-m", *shlex.split(line), "--checkpoints", "runs/demo"],
         env={**plain, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     out, err = done.stdout, done.stderr

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from forked import Forked
 from jax._src.interpreters import mlir
 from test_compile import (
     FSDP,
@@ -195,7 +196,7 @@ def test_two_kinds_of_chips_in_one_process_and_two_processes_at_once(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     environment["SHARDWISE_CACHE"] = str(tmp_path)
     started = [
-        subprocess.Popen(
+        Forked(
             [sys.executable, "-c", SCRIPT],
             env=environment,
             stdout=subprocess.PIPE,

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import forked
 import pytest
 
 CAPTURE = """
@@ -79,11 +80,9 @@ sw.compile(recipe, sw.layout(make, sw.mesh("data=4", on="v5e:2x2"), "dp"), show=
 
 def test_what_the_loss_prints_while_it_is_traced_reaches_the_user(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", TRACED],
         env={**environment, "SHARDWISE_CACHE": str(tmp_path)},
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -231,68 +232,98 @@ def test_sums_are_those_of_one_process(capfd):
             )
 
 
-@pytest.mark.parametrize(
-    "count, victim, number, why",
-    [
-        (4, 2, signal.SIGKILL, "it is no longer running on this host"),
-        (2, 0, signal.SIGKILL, "it is the coordinator and does not respond"),
-        (3, 1, signal.SIGSTOP, f"it sent no heartbeat for {TIMEOUT} s"),
-        (2, 0, signal.SIGSTOP, "it is the coordinator and does not respond"),
-    ],
-    ids=["killed", "killed coordinator", "silent", "silent coordinator"],
-)
-def test_a_lost_process_is_named_by_all_others(count, victim, number, why):
-    processes = start_joined(count, "--timeout", str(TIMEOUT))
+# How many processes, which of them is lost, by what, and why the others say so.
+LOSSES = {
+    "killed": (4, 2, signal.SIGKILL, "it is no longer running on this host"),
+    "killed coordinator": (2, 0, signal.SIGKILL, "it is the coordinator and does not respond"),
+    "silent": (3, 1, signal.SIGSTOP, f"it sent no heartbeat for {TIMEOUT} s"),
+    "silent coordinator": (2, 0, signal.SIGSTOP, "it is the coordinator and does not respond"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended():
+    """How runs end that wait for seconds, until a timeout or for each other: all at the same time.
+
+    By case: the processes, since when one is lost, what each printed, and when it ended.
+    """
+    runs = {case: start_joined(row[0], "--timeout", str(TIMEOUT)) for case, row in LOSSES.items()}
+    runs["leaves"] = start_joined(2, "--leave", "1", "--timeout", str(TIMEOUT))
+    runs["exits"] = start_joined(2, "--exit", "1", "--timeout", "60")
+    for case, more in (("named", []), ("plain", ["--plain"])):
+        runs[case] = start_joined(2, "--fail", "1", *more)
+    everyone = [process for processes in runs.values() for process in processes]
+
+    def finish(process):
+        text, _ = process.communicate(timeout=50)
+        return text, time.monotonic()
+
+    since = {}
     try:
-        for process in processes:
-            read_until(process, "sum")
+        # From here, since starting all takes long on a busy machine.
+        before = read_until(runs["leaves"][1], "leaves")
+        since["leaves"] = time.monotonic()
+        for case in LOSSES:
+            for process in runs[case]:
+                read_until(process, "sum")
         # A heartbeat or two, so that the processes know each other.
         time.sleep(1)
-        lost = processes[victim]
-        lost.send_signal(number)
-        since = time.monotonic()
-        for process in (p for p in processes if p is not lost):
-            text, _ = process.communicate(timeout=TIMEOUT + MARGIN_SECONDS)
-            assert process.returncode == 75, text
-            name = rf"process {victim} of {count} \(pid {lost.pid} on host {re.escape(HOST)}\)"
-            assert re.search(rf"{name} was lost( during step \d+)?: {why}.*", text), text
-            assert not re.search(rf"process (?!{victim})\d of \d \(pid \d+ on host", text), text
-        assert time.monotonic() - since < TIMEOUT + MARGIN_SECONDS
+        for case, (_, victim, number, _) in LOSSES.items():
+            since[case] = time.monotonic()
+            runs[case][victim].send_signal(number)
+        stopped = [runs[case][row[1]] for case, row in LOSSES.items()]
+        with ThreadPoolExecutor(len(everyone)) as pool:
+            waiting = {p.pid: pool.submit(finish, p) for p in everyone if p not in stopped}
+        texts = {pid: future.result() for pid, future in waiting.items()}
+        yield runs, since, texts, before
     finally:
-        for process in processes:
+        for process in everyone:
             process.kill()
             process.communicate()
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["named", "plain"])
-def test_a_process_that_fails_is_named_by_the_other(plain):
-    processes = start_joined(2, "--fail", "1", *["--plain"] * plain)
-    other, failed = (process.communicate(timeout=30)[0] for process in processes)
-    assert [process.returncode for process in processes] == [75, 1]
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_lost_process_is_named_by_all_others(case, ended):
+    count, victim, _, why = LOSSES[case]
+    runs, since, texts, _ = ended
+    lost = runs[case][victim]
+    for process in (p for p in runs[case] if p is not lost):
+        text, end = texts[process.pid]
+        assert process.returncode == 75, text
+        name = rf"process {victim} of {count} \(pid {lost.pid} on host {re.escape(HOST)}\)"
+        assert re.search(rf"{name} was lost( during step \d+)?: {why}.*", text), text
+        assert not re.search(rf"process (?!{victim})\d of \d \(pid \d+ on host", text), text
+        assert end - since[case] < TIMEOUT + MARGIN_SECONDS
+
+
+def test_a_process_that_leaves_early_is_named_by_the_other(ended):
+    runs, since, texts, before = ended
+    processes = runs["leaves"]
+    (other, end), (left, last) = (texts[process.pid] for process in processes)
+    assert [process.returncode for process in processes] == [75, 75]
+    name = rf"process 1 of 2 \(pid {processes[1].pid} on host {re.escape(HOST)}\) ended"
+    assert re.search(f"{name}: process 0 is still waiting for it", other), other
+    assert re.search(name, left), before + left
+    assert max(end, last) - since["leaves"] < 2 * TIMEOUT + MARGIN_SECONDS
+
+
+@pytest.mark.parametrize("case", ["named", "plain"])
+def test_a_process_that_fails_is_named_by_the_other(case, ended):
+    runs, _, texts, _ = ended
+    (other, _), (failed, _) = (texts[process.pid] for process in runs[case])
+    assert [process.returncode for process in runs[case]] == [75, 1]
     assert "ValueError: this process raised an error" in failed
-    how = "failed: " if plain else r"failed during step \d+: "
+    how = "failed: " if case == "plain" else r"failed during step \d+: "
     assert re.search(
         rf"process 1 of 2 \(pid \d+ on host .*\) {how}ValueError: this process raised", other
     )
 
 
-def test_a_process_that_leaves_early_is_named_by_the_other():
-    processes = start_joined(2, "--leave", "1", "--timeout", str(TIMEOUT))
-    # From here, since starting both takes long on a busy machine.
-    before = read_until(processes[1], "leaves")
-    since = time.monotonic()
-    other, left = (process.communicate(timeout=60)[0] for process in processes)
-    seconds = time.monotonic() - since
-    assert [process.returncode for process in processes] == [75, 75]
-    name = rf"process 1 of 2 \(pid {processes[1].pid} on host {re.escape(HOST)}\) ended"
-    assert re.search(f"{name}: process 0 is still waiting for it", other), other
-    assert re.search(name, left), before + left
-    assert seconds < 2 * TIMEOUT + MARGIN_SECONDS
-
-
-def test_a_process_that_exits_with_a_status_is_reported_as_failed_at_once():
-    processes = start_joined(2, "--exit", "1", "--timeout", "60")
-    other, _ = (process.communicate(timeout=50)[0] for process in processes)
+def test_a_process_that_exits_with_a_status_is_reported_as_failed_at_once(ended):
+    """At once: its timeout of 60 s is longer than what the others are given to end."""
+    runs, _, texts, _ = ended
+    processes = runs["exits"]
+    (other, _), _ = (texts[process.pid] for process in processes)
     assert [process.returncode for process in processes] == [75, 3]
     name = rf"process 1 of 2 \(pid {processes[1].pid} on host {re.escape(HOST)}\)"
     assert re.search(rf"{name} failed( during step 5)?: exit status 3", other), other

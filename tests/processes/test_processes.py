@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,14 +21,6 @@ from models import ZOO
 HERE = Path(__file__).parents[1] / "scripts"
 TOLERANCE = 2e-5  # relative, float32: sums are rounded in a different order
 ENDS_WITHIN = 20  # seconds: the timeout of 10 that the script sets, plus 10
-# Each run reads what earlier ones compiled. None is killed before it has compiled everything.
-COMPILED = tempfile.TemporaryDirectory(prefix="shardwise-compiled-")
-CACHE = {
-    "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
-
-
 # Many small programs, each run a few times.
 QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
@@ -48,7 +39,6 @@ def start(processes, *arguments):
     command += [sys.executable, str(HERE / "fit.py"), *map(str, arguments)]
     return Forked(
         command,
-        env=os.environ | CACHE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -160,7 +150,7 @@ def test_every_model_of_the_zoo_runs_on_two_processes_as_on_one(tmp_path):
     """Two steps, and one after a restore, of all of them as parts of one model."""
     command = [sys.executable, str(HERE / "launch.py"), "2", "4"]
     command += [sys.executable, str(HERE / "zoo.py"), str(tmp_path)]
-    done = forked.run(command, env=os.environ | CACHE | QUICK, timeout=400)
+    done = forked.run(command, env=os.environ | QUICK, timeout=400)
     line = next((x for x in done.stdout.splitlines() if '"losses"' in x), None)
     assert done.returncode == 0 and line, done.stdout[-2000:] + done.stderr[-4000:]
     two = json.loads(line.removeprefix("[0] "))["losses"]
@@ -206,7 +196,7 @@ def differ(directory, *options):
     """Returns the exit code, and the output of all processes."""
     command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
     command += [sys.executable, str(HERE / "differ.py"), str(directory), *options]
-    done = forked.run(command, env=os.environ | CACHE, timeout=180)
+    done = forked.run(command, timeout=180)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -262,7 +252,7 @@ def losing(directory, mode):
     command = [sys.executable, str(HERE / "launch.py"), "2", "2"]
     command += [sys.executable, str(HERE / "losing.py"), str(directory), mode]
     began = time.monotonic()
-    done = forked.run(command, env=os.environ | CACHE, timeout=180)
+    done = forked.run(command, timeout=180)
     assert time.monotonic() - began < 100
     return done.returncode, done.stdout + done.stderr
 
@@ -319,7 +309,7 @@ sys.argv = ["shardwise", "train", *lines[int(os.environ["SHARDWISE_PROCESS"])]]
 runpy.run_module("shardwise", run_name="__main__")
 """
     command = [sys.executable, str(HERE / "launch.py"), "2", "2", sys.executable, "-c", code]
-    done = forked.run(command, env=os.environ | CACHE, timeout=120)
+    done = forked.run(command, timeout=120)
     assert done.returncode == 2, done.stderr
     why = {"target": "has no 'recipes'", "data": "away.npy does not exist"}[wrong]
     assert re.search(rf"\[1\] shardwise: .*{why}", done.stderr), done.stderr

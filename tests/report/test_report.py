@@ -4,11 +4,11 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import browser as browsers
+import forked
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -389,9 +389,8 @@ mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(16, 8, 4), ("data", "fs
 found = NamedSharding(mesh, {spec!r}).devices_indices_map({shape})
 print(json.dumps([[x.indices(n)[:2] for x, n in zip(found[d], {shape})] for d in mesh.devices.flat]))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = forked.run([sys.executable, "-c", script])
+    assert done.returncode == 0, done.stderr
 
     class One(nnx.Module):
         def __init__(self):

@@ -17,10 +17,12 @@ import numpy as np
 import optax
 from flax import nnx
 
+from shardwise._checkpoint import writer_lock
 from shardwise._processes import agree
 
 odd = here.index == 1
 agree._STALE_SECONDS = 4.0
+writer_lock._SHARED_SECONDS = 2.0
 
 
 class Rows:

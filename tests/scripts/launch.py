@@ -1,6 +1,7 @@
 """Runs launcher.py like `shardwise launch`: processes, devices (0: unchanged), command.
 
 With `--elastic SECONDS` in front, like `shardwise launch --elastic --as-hosts --back-after SECONDS`.
+With `launch` in front, it is that command, with its own options, of a program that is in Python.
 
 If this process was forked with everything imported (`forked.py`), so are those of the command.
 """
@@ -50,21 +51,34 @@ def start(program, command, environment):
             own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, own)
     forked.set_streams(os.open(os.devnull, os.O_RDONLY), out[1], err[1])
-    forked.become(command[1:], environment)
+    script = [] if command[0] == sys.executable else [program]
+    forked.become([*script, *command[1:]], environment)
     forked.execute_and_exit()
 
 
+def fork_them():
+    """Makes the launcher fork what it starts."""
+    global forked
+    sys.path.insert(0, str(HERE.parents[1] / "support"))
+    import forked
+
+    module.start = start
+
+
 given = sys.argv[1:]
+if given[0] == "launch":
+    from shardwise import _cli
+    from shardwise._processes import launcher as module
+
+    fork_them()
+    sys.exit(_cli.main())
 elastic = given[1] if given[0] == "--elastic" else None
 processes, devices, *command = given if elastic is None else given[2:]
 if elastic is not None:
     from shardwise._processes import launcher as module
     from shardwise._processes import supervisor
 if "jax" in sys.modules and command[0] == sys.executable:
-    sys.path.insert(0, str(HERE.parents[1] / "support"))
-    import forked
-
-    module.start = start
+    fork_them()
 if elastic is None:
     sys.exit(module.launch(command, int(processes), int(devices) or None))
 sys.exit(

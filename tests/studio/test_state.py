@@ -1,5 +1,6 @@
 """States of the studio: links in and out, and what the controls offer."""
 
+import dataclasses
 import math
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 from flax import nnx
 
 import shardwise as sw
+from shardwise._studio.answers import Answers
 from shardwise._studio.choices import Abled, axis_names, edited, offered, strategy_for
 from shardwise._studio.copies import command_of
 from shardwise._studio.opening import notebook_studio
@@ -144,6 +146,17 @@ RECIPE = sw.Recipe(
     model=make, loss=lambda model, x: model(x).mean(), optimizer=optax.adamw(1e-3),
     batch=jax.ShapeDtypeStruct((32, 64), "float32"),
 )  # fmt: skip
+
+
+def test_a_state_is_estimated_once():
+    state = parse_query("target=m&on=h100:1x8&mesh=data=8&strategy=fsdp")
+    answers = Answers(Source(state, ("m",), lambda state: RECIPE))
+    first, again = (answers.estimated(state)["estimate"] for _ in range(2))
+    assert again is first
+    estimate = sw.estimate(RECIPE, sw.layout(RECIPE, sw.mesh("data=8", on="h100:1x8"), "fsdp"))
+    assert first["peak_bytes"] == estimate.peak_bytes
+    other = dataclasses.replace(state, strategy="dp")
+    assert answers.estimated(other)["estimate"]["peak_bytes"] > estimate.peak_bytes
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero2", "fsdp+tensor"])

@@ -12,10 +12,11 @@ import os
 import shutil
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache, compilation_cache_interface
+from jax._src import compilation_cache, compilation_cache_interface, compiler
 
 _WEEK = 7 * 24 * 3600
 
@@ -73,7 +74,19 @@ def remove_unused():
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
+def _by_any_process(write):
+    """Returns JAX's function that writes an entry, for every process of several.
+
+    JAX leaves it to process 0, although the CPU's programs have another key in each process: all
+    others would compile theirs again in every run.
+    """
+    first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+    names = {**vars(compiler), "distributed": first}
+    return types.FunctionType(write.__code__, names, write.__name__, write.__defaults__)
+
+
 def keep():
     """Keeps what this process compiles, and uses what was kept."""
     compilation_cache._cache = Programs(folder())
+    compiler._cache_write = _by_any_process(compiler._cache_write)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

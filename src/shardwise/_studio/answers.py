@@ -27,7 +27,7 @@ from .lanes import Task, sentence
 from .source import Source
 from .state import State
 
-# How many layouts are kept: going back to one is free.
+# How many layouts are kept, and how many estimates: going back to one is free.
 _KEPT = 48
 
 
@@ -38,6 +38,7 @@ class Answers:
         """Takes what the states are about."""
         self.source = source
         self._laid: OrderedDict[str, tuple[Any, Layout]] = OrderedDict()
+        self._estimates: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._abled: dict[tuple[Any, ...], Abled] = {}
         # The user's code is called by one thread at a time.
         self._lock = threading.RLock()
@@ -48,11 +49,7 @@ class Answers:
             found = self._laid.get(state.query)
             if found is None:
                 found = self.source.lay_out(state)
-                self._laid[state.query] = found
-                while len(self._laid) > _KEPT:
-                    self._laid.popitem(last=False)
-            else:
-                self._laid.move_to_end(state.query)
+            _keep(self._laid, state.query, found)
             return found
 
     def able(self, state: State) -> Abled:
@@ -109,11 +106,18 @@ class Answers:
             inputs = None if isinstance(found, Recipe) else self.source.inputs
             if not isinstance(found, Recipe) and inputs is None:
                 raise ValueError("a model alone has no step: give --inputs, or name a Recipe")
-            estimated = estimate(
-                found, made, inputs=inputs, method=self.source.method if inputs else None,
-                calibration=self.source.calibration,
-            )  # fmt: skip
-            answer["estimate"] = {**estimated.to_dict(), "verdict": estimated.verdict}
+            # A file of measured rates may be another by now: what it prices is not kept.
+            keeps = self.source.calibration is None
+            known = self._estimates.get(state.query)
+            if known is None:
+                estimated = estimate(
+                    found, made, inputs=inputs, method=self.source.method if inputs else None,
+                    calibration=self.source.calibration,
+                )  # fmt: skip
+                known = {**estimated.to_dict(), "verdict": estimated.verdict}
+            if keeps:
+                _keep(self._estimates, state.query, known)
+            answer["estimate"] = known
         except Exception as error:
             answer["error"] = sentence(error)
         answer["seconds"] = time.perf_counter() - began
@@ -215,6 +219,14 @@ class Answers:
             if state.offload:
                 step["offload"] = "" if state.offload == "none" else state.offload
         return made.lockfile(step or None)
+
+
+def _keep(kept: OrderedDict[str, Any], query: str, found: Any) -> None:
+    """Keeps what was found for a state, and forgets what was asked for longest ago."""
+    kept[query] = found
+    kept.move_to_end(query)
+    while len(kept) > _KEPT:
+        kept.popitem(last=False)
 
 
 def name_of(state: State) -> str:
