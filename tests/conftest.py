@@ -127,9 +127,9 @@ def fresh_compilers(monkeypatch):
     monkeypatch.setattr(toolchain, "subprocess", subprocess)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def built_once():
-    """Each factory of models is traced once, in a test that is not about how models are built."""
+    """Each factory of models is traced once, in a file that is not about how models are built."""
     with building_once():
         yield
 
