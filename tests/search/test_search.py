@@ -16,6 +16,8 @@ from shardwise._layout import read_step
 from shardwise._search.abilities import Abilities
 from shardwise._search.space import Place, accumulations, beyond, divisors, orders, places
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 class Mlp(nnx.Module):
     def __init__(self, rngs):

@@ -59,9 +59,11 @@ _built_before: ContextVar[dict[Any, Built] | None] = ContextVar("built_before", 
 def building_once() -> Iterator[None]:
     """Traces each factory once, however often it is asked for inside.
 
-    For one call of the user's, in which what a factory builds cannot change.
+    For one call of the user's, in which what a factory builds cannot change. A context inside another
+    is part of it.
     """
-    token = _built_before.set({})
+    known = _built_before.get()
+    token = _built_before.set({} if known is None else known)
     try:
         yield
     finally:
