@@ -17,6 +17,7 @@ from marks import marks_of
 
 from shardwise import _cli
 from shardwise._compile.toolchain import run as toolchain
+from shardwise._nnx import building_once
 
 # XLA reads this when a backend starts. Most of the time goes into compiling: quickly is better
 # than well, and in one piece better than in many, where all cores have work anyway. What must hold
@@ -124,6 +125,13 @@ def forked_compilers():
 def fresh_compilers(monkeypatch):
     """The compilers for absent chips are started as users start them."""
     monkeypatch.setattr(toolchain, "subprocess", subprocess)
+
+
+@pytest.fixture(scope="module")
+def built_once():
+    """Each factory of models is traced once, in a file that is not about how models are built."""
+    with building_once():
+        yield
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from shardwise._nnx import plain_path
 
 qwix = pytest.importorskip("qwix")
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 X = jax.ShapeDtypeStruct((8, 16), "float32")
 TOKENS = jax.ShapeDtypeStruct((4, 8), "int32")
 COLUMN, ROW = P(None, "model"), P("model")
@@ -97,13 +99,19 @@ def test_halves_follow_input_and_output(kind, how):
 STRATEGIES = ["fsdp", "tensor", "fsdp+tensor", "zero1", "zero2+tensor", "dp+tensor"]
 
 
+@functools.cache  # one factory, so that it is traced once
+def factories(scan):
+    base = functools.partial(decoder, scan=scan)
+    return base, functools.partial(adapted, base, TOKENS, weight_qtype="int4")
+
+
 @pytest.mark.parametrize(
     ("strategy", "scan"), [*((name, True) for name in STRATEGIES), ("fsdp+tensor", False)]
 )
 def test_no_strategy_splits_a_rank_nor_contradicts_a_base(strategy, scan):
-    make = functools.partial(adapted, lambda: decoder(scan=scan), TOKENS, weight_qtype="int4")
+    base, make = factories(scan)
     layout = sw.layout(make, mesh(), strategy, inputs=TOKENS)
-    plain = sw.layout(lambda: decoder(scan=scan), mesh(), strategy, inputs=TOKENS)
+    plain = sw.layout(base, mesh(), strategy, inputs=TOKENS)
     adapters = [leaf for leaf in layout.leaves if leaf.follows and leaf.follows.rank is not None]
     assert len(adapters) == 2 * (6 if scan else 12) + 2
     for leaf in adapters:

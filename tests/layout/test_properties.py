@@ -51,19 +51,24 @@ sizes = st.one_of(st.integers(0, 48), st.sampled_from((8, 16, 24, 48)))
 shapes = st.lists(sizes, max_size=4).map(tuple)
 
 
-@st.composite
-def wild_specs(draw, axes):
+# Strategies are made once: hypothesis checks each new one, which takes longer than a draw.
+@functools.cache
+def wild_specs(axes):
     """Specs that may be wrong in any way."""
     axis = st.sampled_from([name for name, _ in axes] * 3 + list(UNKNOWN))
     entry = st.one_of(st.none(), axis, st.lists(axis, max_size=3).map(tuple))
-    return P(*draw(st.lists(entry, max_size=5)))
+    return st.lists(entry, max_size=5).map(lambda entries: P(*entries))
 
 
+orders = functools.cache(st.permutations)
+
+
+@functools.cache
 @st.composite
 def tame_specs(draw, axes, ndim):
     """Specs that use each axis at most once, on dims that exist; only sizes may be wrong."""
     entries = [[] for _ in range(ndim)]
-    for name, _ in draw(st.permutations(axes)):
+    for name, _ in draw(orders(axes)):
         if ndim and draw(st.booleans()):
             entries[draw(st.integers(0, ndim - 1))].append(name)
     spec = [tuple(e) if len(e) > 1 or draw(st.booleans()) else (e or [None])[0] for e in entries]
@@ -72,9 +77,9 @@ def tame_specs(draw, axes, ndim):
     return P(*spec)
 
 
-@st.composite
-def specs(draw, axes, ndim):
-    return draw(st.one_of(tame_specs(axes, ndim), tame_specs(axes, ndim), wild_specs(axes)))
+@functools.cache
+def specs(axes, ndim):
+    return st.one_of(tame_specs(axes, ndim), tame_specs(axes, ndim), wild_specs(axes))
 
 
 def zeros(shape, dtype):
@@ -100,9 +105,13 @@ def place(array, axes, spec):
         return None
 
 
+meshes = st.sampled_from(MESHES)
+choices = functools.cache(st.sampled_from)
+
+
 @st.composite
 def one_leaf(draw, dtypes=DTYPES):
-    axes, shape, dtype = draw(st.sampled_from(MESHES)), draw(shapes), draw(st.sampled_from(dtypes))
+    axes, shape, dtype = draw(meshes), draw(shapes), draw(choices(dtypes))
     return axes, shape, dtype, draw(specs(axes, len(shape)))
 
 
@@ -153,10 +162,10 @@ def test_shards_match_live_arrays(case):
 
 @st.composite
 def whole_layouts(draw, tame=True):
-    axes = draw(st.sampled_from(MESHES))
+    axes = draw(meshes)
     arrays, rules = [], {}
     for i in range(draw(st.integers(1, 4))):
-        shape, dtype = draw(shapes), draw(st.sampled_from((*DTYPES * 4, *KEYS)))
+        shape, dtype = draw(shapes), draw(choices((*DTYPES * 4, *KEYS)))
         spec = draw(tame_specs(axes, len(shape)) if tame else specs(axes, len(shape)))
         rules[f"w{i}"] = spec
         arrays.append((shape, dtype))
@@ -328,14 +337,23 @@ LOGICAL = ("embed", "mlp", "heads")
 MISTYPED = {"modle": "model", "dat": "data", "fdsp": "fsdp"}
 
 
-@st.composite
-def faulty_specs(draw):
-    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True))
-    sizes = {name: draw(st.sampled_from((1, 2, 3, 4, 8))) for name in names}
-    shape = tuple(draw(st.lists(st.sampled_from((1, 2, 3, 4, 6, 8, 16, 24)), max_size=4)))
+some_axes = st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True)
+divisible = st.lists(st.sampled_from((1, 2, 3, 4, 6, 8, 16, 24)), max_size=4).map(tuple)
+
+
+@functools.cache
+def faulty_entries(names, ndim):
     tokens = st.sampled_from((*names, *names, *LOGICAL, *MISTYPED))
     entry = st.one_of(st.none(), tokens, st.lists(tokens, min_size=2, max_size=2).map(tuple))
-    return sizes, shape, P(*draw(st.lists(entry, max_size=len(shape))))
+    return st.lists(entry, max_size=ndim)
+
+
+@st.composite
+def faulty_specs(draw):
+    names = draw(some_axes)
+    sizes = {name: draw(choices((1, 2, 3, 4, 8))) for name in names}
+    shape = draw(divisible)
+    return sizes, shape, P(*draw(faulty_entries(tuple(names), len(shape))))
 
 
 def codes_of(shape, spec, sizes):
@@ -380,19 +398,22 @@ class Named(nnx.Module):
 
     def __init__(self, leaves):
         self.leaves = nnx.List(
-            [nnx.Param(jnp.zeros(shape), out_sharding=names) for shape, names in leaves]
+            [nnx.Param(np.zeros(shape, "f4"), out_sharding=names) for shape, names in leaves]
         )
+
+
+named_shapes = st.lists(st.sampled_from((2, 3, 4, 8)), min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
 def named_leaves(draw):
-    names = draw(st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True))
-    sizes = {name: draw(st.sampled_from((1, 2, 4))) for name in names}
+    names = draw(some_axes)
+    sizes = {name: draw(choices((1, 2, 4))) for name in names}
     leaves = []
     for _ in range(draw(st.integers(1, 3))):
-        shape = tuple(draw(st.lists(st.sampled_from((2, 3, 4, 8)), min_size=1, max_size=3)))
-        tokens = st.sampled_from((None, *names, *LOGICAL))
-        dims = draw(st.lists(tokens, min_size=len(shape), max_size=len(shape)))
+        shape = draw(named_shapes)
+        tokens = choices((None, *names, *LOGICAL))
+        dims = [draw(tokens) for _ in shape]
         leaves.append((shape, tuple(dims)))
     return sizes, leaves
 

@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardwise as sw
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 COLUMN, ROW = P(None, "model"), P("model")
 
 

@@ -20,6 +20,8 @@ from shardwise.models._experts import Experts
 from shardwise.models._layers import gated
 
 BATCH, LENGTH = 16, 8
+pytestmark = pytest.mark.usefixtures("built_once")
+
 CONFIG = models.Config(
     layers=1, width=16, hidden=24, heads=4, kv_heads=2, vocab=64, experts=8, tied=True
 )

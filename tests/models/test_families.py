@@ -15,6 +15,8 @@ import shardwise as sw
 from shardwise import models
 from shardwise._compile.job import job_of
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 # Float32 sums in another order: a few units in the last place of the largest logit.
 ROUNDING = 2e-6
 
@@ -73,9 +75,10 @@ def test_logits_on_a_mesh(family, strategy):
     expected, (axes, rules) = expected_of(family), STRATEGIES[strategy]
     mesh = sw.mesh(axes, on="cpu:8")
     tokens = jax.ShapeDtypeStruct(expected["tokens"].shape, "int32")
-    layout = sw.layout(make(config), mesh, rules, inputs=tokens)
+    build = make(config)
+    layout = sw.layout(build, mesh, rules, inputs=tokens)
     assert strategy == "dp" or any(not leaf.is_replicated for leaf in layout.leaves)
-    job = job_of(make(config), layout, tokens)
+    job = job_of(build, layout, tokens)
     model = nnx.state(sw.shard(load_family(config, family), layout))
     arrays = dict(zip(job.arguments[0], jax.tree.leaves(model), strict=True))
     placed = jax.device_put(expected["tokens"], job.batch[0].sharding)
@@ -314,8 +317,9 @@ def test_a_decoder_knows_its_names_and_its_config():
 def test_load_and_save_weights(family, tmp_path):
     # Scanned blocks: layers, experts and gates of the file go to parts of stacked leaves.
     config = models.config_from_hf(FOLDER / family, scan=True)
-    layout = sw.layout(make(config), sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
-    model = sw.load(make(config), layout, FOLDER / family)
+    build = make(config)
+    layout = sw.layout(build, sw.mesh("data=8", on="cpu:8"), sw.fsdp("data", min_bytes=0))
+    model = sw.load(build, layout, FOLDER / family)
     assert not sw.audit(layout, model)
     want = nnx.to_flat_state(nnx.state(load_family(config, family)))
     for (path, got), (_, value) in zip(nnx.to_flat_state(nnx.state(model)), want, strict=True):

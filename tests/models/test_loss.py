@@ -14,6 +14,8 @@ import shardwise as sw
 from shardwise import models
 from shardwise._jax import opened, sub_jaxprs
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 BATCH, LENGTH, WIDTH, VOCAB = 8, 16, 32, 96
 DRAW = np.random.default_rng(0)
 HIDDEN = DRAW.normal(size=(BATCH, LENGTH, WIDTH)).astype("float32")

@@ -12,6 +12,8 @@ from flax import nnx
 import shardwise as sw
 from shardwise import models
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 BASE = models.Config(layers=4, width=16, hidden=32, heads=2, vocab=32, scan=True)
 LENGTH, ROWS = 8, 16
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, ROWS, LENGTH)).astype("int32")

@@ -1,10 +1,10 @@
 """A short campaign of faults; `benchmarks/faults.py` is the long one."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -12,11 +12,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.once
 def test_a_short_campaign_breaks_nothing():
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, str(ROOT / "benchmarks" / "faults.py"),
          "--rounds", "hostile=8,spec=8,lost=8,file=8,elastic=1", "--seed", "3"],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")},
-        capture_output=True, text=True, timeout=400,
+        timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row.split()[0]: row.split()[1:5] for row in done.stdout.splitlines()[1:]}

@@ -1,4 +1,4 @@
-"""Uses the package where every name without a promise is gone: `poisoned.py plans FOLDER | fails`.
+"""Uses the package where every name without a promise is gone: `poisoned.py FOLDER`.
 
 They are gone for the package alone, since JAX needs them itself: what its own modules import, and
 what the one module that may reach for such names asks of an object.
@@ -58,6 +58,10 @@ builtins.__import__, importlib.import_module = poisoned_import, poisoned_module
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+import programs
+
+programs.keep()
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -168,4 +172,6 @@ def save(layout: sw.Layout) -> None:
 
 
 if __name__ == "__main__":
-    plans(sys.argv[2]) if sys.argv[1] == "plans" else fails()
+    given = sys.argv[1]
+    plans(given)
+    fails()

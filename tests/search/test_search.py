@@ -16,6 +16,8 @@ from shardwise._layout import read_step
 from shardwise._search.abilities import Abilities
 from shardwise._search.space import Place, accumulations, beyond, divisors, orders, places
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 
 class Mlp(nnx.Module):
     def __init__(self, rngs):
@@ -97,6 +99,18 @@ def test_a_search_is_the_same_twice(found):
 
 def test_the_global_batch_is_never_changed(found):
     assert all(c.recipe.batch == MLP.batch for c in found.candidates)
+
+
+def test_a_model_is_built_once_however_many_layouts_are_priced():
+    built = []
+
+    def make():
+        built.append(1)
+        return Mlp(nnx.Rngs(0))
+
+    how = {"compile": 0, "strategy": "fsdp", "remat": None}
+    found = sw.search(dataclasses.replace(MLP, model=make), "h100:1x4", **how)
+    assert found.candidates and len(built) == 1
 
 
 def test_fixed_parts_stay(found):
@@ -296,7 +310,12 @@ def test_a_stack_that_no_pipeline_runs_is_not_one():
 
 @pytest.mark.parametrize(
     ("axes", "strategy"),
-    [({"expert": 2}, "expert"), ({"sequence": 2}, "sequence"), ({"pipe": 2}, "pipeline")],
+    [
+        ({"expert": 2}, "expert"),
+        # The other two leave each pair of axes to one search.
+        ({"sequence": 2, "expert": 1}, "sequence"),
+        ({"pipe": 2, "expert": 1, "sequence": 1}, "pipeline"),
+    ],
 )
 def test_a_fixed_axis_is_searched_and_trains(axes, strategy):
     found = sw.search(EXPERTS, "h100:1x4", compile=0, axes={**axes, "model": 1}, remat=None)

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import shardwise as sw
 
 STEPS, ROWS, WIDTH = 4, 16, 16
+pytestmark = pytest.mark.usefixtures("built_once")
+
 TOLERANCE = 2e-5  # relative, float32
 RNG = np.random.default_rng(0)
 BATCHES = [

@@ -1,5 +1,6 @@
 """The checkpoints of tests/models/families, read with numpy; `make_families.py` writes them."""
 
+import functools
 import json
 import re
 import struct
@@ -84,6 +85,11 @@ def leaves_of(tensors, names, shapes):
 
 def load_family(config, family):
     """Returns a decoder with the weights of a checkpoint."""
+    return nnx.merge(*_loaded(config, family))
+
+
+@functools.cache
+def _loaded(config, family):
     model = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
     variables = {
         ".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(model))
@@ -92,4 +98,4 @@ def load_family(config, family):
     leaves = leaves_of(tensors_of(family), models.weight_names(config), shapes)
     for path, variable in variables.items():
         variable.set_value(jnp.asarray(leaves[path]))
-    return model
+    return nnx.split(model)

@@ -23,7 +23,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
 
 class Forked(subprocess.Popen):
-    """A process of `sys.executable`: `[-P] script`, `-m module` or `-c code`, with its arguments."""
+    """A process of `sys.executable`: `[-P] script`, `[-P] -m module` or `-c code`, with its arguments."""
 
     def _execute_child(
         self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo,
@@ -156,6 +156,9 @@ def execute():
     """Runs what `sys.argv` has, as Python would."""
     if sys.argv[0] == "-P":
         del sys.argv[0], sys.path[0]
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            return runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return runpy.run_path(sys.argv[0], run_name="__main__")
     how = sys.argv[0]
     if how == "-c":

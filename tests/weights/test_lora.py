@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise import models
 
 qwix = pytest.importorskip("qwix")
+pytestmark = pytest.mark.usefixtures("built_once")
 
 CONFIG = models.Config(layers=2, width=16, hidden=32, heads=4, kv_heads=2, vocab=64, scan=True)
 TOKENS = np.random.default_rng(0).integers(0, 64, (32, 8)).astype("int32")

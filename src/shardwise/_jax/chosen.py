@@ -58,9 +58,13 @@ class Seen:
 _seen: Any = jax.make_user_context(None)
 
 
+class _Enough(ValueError):
+    """What was asked for is found."""
+
+
 @contextlib.contextmanager
 def seeing() -> Iterator[Seen]:
-    """Yields what is found in what is traced inside."""
+    """Yields what is found in what is traced inside; the trace ends, by a ValueError, where it is."""
     seen = Seen()
     with _seen(seen):
         yield seen
@@ -70,3 +74,4 @@ def see_pipeline() -> None:
     """Notes that a pipeline is being traced, for whoever asked."""
     if _seen.value is not None:
         _seen.value.pipelined = True
+        raise _Enough("a pipeline was found")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,7 @@ def text(
     """Returns a lockfile's text."""
     head = {
         "format": FORMAT,
-        "versions": {name: metadata.version(name) for name in ("shardwise", "jax", "flax")},
+        "versions": _versions(),
         "mesh": dict(mesh.shape),
         "axis_types": mesh_types(mesh),
         "total_bytes": sum(leaf.bytes for leaf in leaves),
@@ -81,6 +82,11 @@ def text(
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     rows = [f"    {json.dumps(_row(leaf))}" for leaf in leaves]
     return "\n".join(["{", *lines, '  "leaves": [', ",\n".join(rows), "  ]", "}", ""])
+
+
+@functools.cache  # the metadata of a package is a file that is parsed each time
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("shardwise", "jax", "flax")}
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:

@@ -7,6 +7,7 @@ from .abstract import leaves_of as leaves_of
 from .abstract import shape_of as shape_of
 from .abstract import sharding_rules_of as sharding_rules_of
 from .adapters import followed as followed
+from .build import building_once as building_once
 from .leaf import Follows as Follows
 from .leaf import Leaf as Leaf
 from .leaf import Left as Left

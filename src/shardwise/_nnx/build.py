@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -49,6 +50,24 @@ class Built(NamedTuple):
     program: Any
     shapes: Any
     mesh: AbstractMesh | None
+
+
+_built_before: ContextVar[dict[Any, Built] | None] = ContextVar("built_before", default=None)
+
+
+@contextlib.contextmanager
+def building_once() -> Iterator[None]:
+    """Traces each factory once, however often it is asked for inside.
+
+    For one call of the user's, in which what a factory builds cannot change. A context inside another
+    is part of it.
+    """
+    known = _built_before.get()
+    token = _built_before.set({} if known is None else known)
+    try:
+        yield
+    finally:
+        _built_before.reset(token)
 
 
 def trace_build(make: Callable[[], Any], mesh: AnyMesh | None = None) -> Built:
@@ -109,6 +128,23 @@ def _reads_value(error: Exception) -> str:
 
 
 def _built(make: Callable[[], Any], on: AbstractMesh | None) -> Built:
+    known = _built_before.get()
+    if known is None or not _is_hashable(make):
+        return _build(make, on)
+    if (make, on) not in known:
+        known[make, on] = _build(make, on)
+    return known[make, on]
+
+
+def _is_hashable(make: Callable[[], Any]) -> bool:
+    try:
+        hash(make)
+    except TypeError:
+        return False
+    return True
+
+
+def _build(make: Callable[[], Any], on: AbstractMesh | None) -> Built:
     built, hidden = _trace(make, on, {})
     if hidden:
         found = []

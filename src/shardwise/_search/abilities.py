@@ -90,7 +90,7 @@ class Abilities:
             return 0
         mesh = make_mesh(f"pipe={stages}", on="none")
         with seeing() as seen:
-            # Its batch may be too small for these stages: what it runs is seen before that.
+            # It ends where a pipeline is seen, which is before its batch may be too small for it.
             with contextlib.suppress(LayoutError, ValueError):
                 traced(job_of(self.recipe, laid_out(self.recipe, mesh, "pipeline"), None))
         return depth if seen.pipelined else 0
@@ -147,8 +147,7 @@ class Abilities:
     def names(self) -> list[str]:
         """The names that the model gives to activations."""
         try:
-            job = job_of(self.recipe, self._replicated, None)
-            jaxpr = opened(traced(job).jaxpr)[0]
+            jaxpr = opened(self.unsplit.jaxpr)[0]
         except (LayoutError, ValueError):
             return []
         return sorted(set(_names(jaxpr)))
@@ -167,6 +166,15 @@ class Abilities:
     @functools.cached_property
     def _replicated(self) -> Any:
         return laid_out(self.recipe, make_mesh("data=1", on="none"), "dp")
+
+    @functools.cached_property
+    def unsplit(self) -> Any:
+        """The step on one device, traced.
+
+        Raises:
+            ValueError: it cannot be traced.
+        """
+        return traced(job_of(self.recipe, self._replicated, None))
 
     @property
     def own_microbatches(self) -> bool:

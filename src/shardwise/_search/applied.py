@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -174,14 +173,20 @@ def blocks_of(model: nnx.Module) -> str:
 
 def _changed(make: Callable[[], Any], **attributes: Any) -> Callable[[], Any]:
     """Returns the function that makes a decoder with other attributes."""
-    if isinstance(make, functools.partial) and make.func is _make_changed:
-        make, before = make.args
-        attributes = {**before, **attributes}
-    return functools.partial(_make_changed, make, attributes)
+    if isinstance(make, _Changed):
+        make, attributes = make.make, {**dict(make.attributes), **attributes}
+    return _Changed(make, tuple(sorted(attributes.items())))
 
 
-def _make_changed(make: Callable[[], Any], attributes: Mapping[str, Any]) -> Any:
-    model = make()
-    for name, value in attributes.items():
-        setattr(model, name, value)
-    return model
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Changed:
+    """Makes a decoder with other attributes; compared by value, so that it is built once."""
+
+    make: Callable[[], Any]
+    attributes: tuple[tuple[str, Any], ...]
+
+    def __call__(self) -> Any:
+        model = self.make()
+        for name, value in self.attributes:
+            setattr(model, name, value)
+        return model

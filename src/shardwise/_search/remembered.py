@@ -7,18 +7,15 @@ import hashlib
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from .._base import require_form
 from .._check import LayoutError
-from .._compile import Compiled, cache_folder, read_entry, traced, write_entry
-from .._compile import job_of as make_job
+from .._compile import Compiled, cache_folder, read_entry, write_entry
 from .._estimate import Estimate
-from .._layout import layout
-from .._mesh import mesh as make_mesh
 from .._nnx import Recipe
 
 # Part of every key: change it when the contents of entries change.
@@ -77,11 +74,22 @@ _ESTIMATE = _form_of(Estimate)
 class Remembered:
     """The results of one program, by choice: one entry of the cache of compilations."""
 
-    def __init__(self, recipe: Recipe, calibration: str | os.PathLike[str] | None):
-        """Reads what is there; a damaged entry counts as none."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        calibration: str | os.PathLike[str] | None,
+        unsplit: Callable[[], Any],
+    ):
+        """Reads what is there; a damaged entry counts as none.
+
+        Args:
+            recipe: the recipe.
+            calibration: the file of measured rates.
+            unsplit: returns the recipe's step on one device, traced, or raises a ValueError.
+        """
         self.key, self.refused = "", ""
         try:
-            self.key = _fingerprint(recipe, calibration)
+            self.key = _fingerprint(recipe, calibration, unsplit())
         except (LayoutError, ValueError) as error:
             # Nothing is kept of a step that cannot be traced unsplit; on a mesh it may be.
             self.refused = str(error)
@@ -138,18 +146,13 @@ class Remembered:
             self.new = {}
 
 
-def _fingerprint(recipe: Recipe, calibration: str | os.PathLike[str] | None) -> str:
+def _fingerprint(recipe: Recipe, calibration: str | os.PathLike[str] | None, unsplit: Any) -> str:
     """Returns what tells a recipe's program from all others.
 
     The unsplit step, the source files that it comes from (a model may behave differently on another
     mesh), what prices it, and the versions of what compiles it.
-
-    Raises:
-        ValueError: it cannot be traced.
     """
-    made = layout(recipe, make_mesh("data=1", on="none"), "dp")
-    job = make_job(recipe, made, None)
-    text = traced(job).lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
+    text = unsplit.lower(lowering_platforms=("cpu",)).as_text(debug_info=True)
     parts = [f"search {_FORMAT}", _without_places(text), os.environ.get("XLA_FLAGS", "")]
     parts += [str(sorted((recipe.compiler_options or {}).items())), str(recipe.batch_spec)]
     for name in _PACKAGES:

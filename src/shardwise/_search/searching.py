@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .._base import public
 from .._chips import parse_chips
-from .._nnx import Recipe
+from .._nnx import Recipe, building_once
 from .found import Candidate, Found
 from .space import fixed_parts
 from .stages import Searcher, growing
@@ -99,6 +99,7 @@ def search(
     )
 
 
+@building_once()
 def run_search(
     recipe: Recipe,
     on: str | Sequence[str],

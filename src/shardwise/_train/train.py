@@ -57,13 +57,15 @@ def train_state(
 
     Example:
         >>> import jax, optax, shardwise as sw
-        >>> from shardwise.examples import decoder
-        >>> recipe = sw.Recipe(model=decoder.make, loss=decoder.loss, optimizer=optax.adamw(1e-3),
-        ...                    batch=jax.ShapeDtypeStruct((16, 64), "int32"))
-        >>> layout = sw.layout(decoder.make, sw.mesh("data=8", on="cpu:8"), "fsdp")
+        >>> from flax import nnx
+        >>> make = lambda: nnx.Linear(1024, 512, rngs=nnx.Rngs(0))
+        >>> batch = jax.ShapeDtypeStruct((16, 1024), "float32")
+        >>> recipe = sw.Recipe(model=make, loss=lambda model, x: (model(x) ** 2).mean(),
+        ...                    optimizer=optax.adamw(1e-3), batch=batch)
+        >>> layout = sw.layout(make, sw.mesh("data=8", on="cpu:8"), "fsdp")
         >>> state = sw.train_state(recipe, layout)
-        >>> state.optimizer["0.mu.embed.embedding"].addressable_shards[0].data.shape
-        (1024, 512)
+        >>> state.optimizer["0.mu.kernel"].addressable_shards[0].data.shape
+        (128, 512)
     """
     blueprint = make_blueprint(recipe, layout)
     require_mesh(blueprint.layout)

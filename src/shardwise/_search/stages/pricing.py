@@ -93,7 +93,7 @@ class Pricer:
             self.remats = [fixed.remat]
         elif why:
             self.note(f"remat was not searched: {why}")
-        self.memory = Remembered(recipe, calibration)
+        self.memory = Remembered(recipe, calibration, lambda: self.can.unsplit)
         self.known: dict[Choice, Candidate | None] = {}
         self.steps: dict[str, Partitioned] = {}
         self.remedies: list[Candidate] = []
