@@ -260,6 +260,55 @@ EIGHTH = {
     ),
 }  # fmt: skip
 
+NINTH = {
+    "decoder 1472, 3 layers, 24k words": lambda: decoder_of(
+        3, 1472, 4096, 23, (12, 768), vocab=24000
+    ),
+    "experts 6 of 768, f32": lambda: decoder_of(
+        2, 768, 2048, 12, (8, 512), vocab=12000, compute_dtype=None,
+        config={"experts": 6, "chosen": 2, "capacity": 1.25},
+    ),
+    "rotary 640, f32": lambda: of(
+        lambda: families.Rotary(16000, 640, 10, 10, 1728, 4, nnx.Rngs(0)),
+        others.causal_loss, ints(8, 513),
+    ),
+    "DiT 768, bf16": lambda: of(
+        lambda: others.DiffusionTransformer(256, 16, 768, 12, 4, nnx.Rngs(0)),
+        others.diffusion_loss, array((48, 256, 16)), array((48, 256, 16)), array((48,)), ints(48),
+        **BF16,
+    ),
+    "class token 384, f32": lambda: images(
+        lambda: others.ClassToken(192, 16, 384, 6, 6, nnx.Rngs(0)), 64, 192
+    ),
+    "conformer 512, bf16": lambda: of(
+        lambda: families.Conformer(80, 512, 8, 3, 23, 1000, nnx.Rngs(0)),
+        families.labelled_loss, array((16, 1200, 80)), ints(16, 300), **BF16,
+    ),
+    "temporal 128, bf16, 12 layers": lambda: of(
+        lambda: families.TemporalNet(40, 128, 12, 20, nnx.Rngs(0)),
+        families.labelled_loss, array((32, 512, 40)), ints(32, 512), **BF16,
+    ),
+    "bottlenecks 64, two stages, bf16": lambda: images(
+        lambda: families.Bottlenecks(64, (3, 3), nnx.Rngs(0)), 128, 128, **BF16
+    ),
+    "super-resolution 80, three times, f32": lambda: of(
+        lambda: families.SuperResolution(80, 4, 3, nnx.Rngs(0)),
+        families.distance_loss, array((32, 48, 48, 3)), array((32, 144, 144, 3)),
+    ),
+    "graph net 192, 98k edges, f32": lambda: of(
+        lambda: others.GraphNet(48, 192, 3, nnx.Rngs(0)),
+        others.graph_loss, array((10000, 48)), ints(98304), ints(98304), array((10000,)),
+    ),
+    "recommender 24, 40 tables, lion": lambda: of(
+        lambda: others.Recommender(40, 20_000, 24, 8, nnx.Rngs(0)),
+        others.binary_loss, array((4096, 8)), ints(4096, 40), array((4096,)),
+        optimizer=optax.lion(1e-3),
+    ),
+    "LSTM 384, bf16": lambda: of(
+        lambda: families.Lstm(8000, 384, nnx.Rngs(0)), others.causal_loss, ints(96, 49), **BF16
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
@@ -268,5 +317,6 @@ ROUNDS = {
     "sixth": SIXTH,
     "seventh": SEVENTH,
     "eighth": EIGHTH,
+    "ninth": NINTH,
 }
-RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH
+RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH

@@ -17,7 +17,7 @@ from ..._hlo import Instruction, Shape
 # whether elements have four bytes, forward or towards the input and towards the filter.
 POINTWISE = ((1.14, 1.28), (1.0, 0.93))
 # The memory for which times per element were measured.
-_MEASURED_BANDWIDTH = 4.2e12
+_MEASURED_BANDWIDTH = 4.14e12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ def convolved_seconds(
     machine = (rate, cores, bandwidth, kernel)
     if found.groups > 1:
         return _grouped(found, *machine)
-    if found.fused and found.wide and max(found.window) > 16:
-        return kernel + _unshared(found, bandwidth)
+    if found.fused and max(found.window) >= (32 if len(found.window) == 1 else 14):
+        return kernel + _with_bias(found, bandwidth)
     if found.taps > max(128, 8 * found.stride):
         return _whole(found, *machine)
     return _dense(found, *machine)
@@ -263,7 +263,7 @@ def _dense(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
             chunk //= 2  # kernels of the GPU before this one, with shorter steps
         contracted = taps * _up(channels, chunk)
     if len(found.window) == 2 and max(found.window) >= 7:
-        rate /= 1.9 if max(found.window) >= 14 else 1.4  # kernels of the GPU before this one
+        rate /= 1.4  # kernels of the GPU before this one
     elif found.fused and (found.dilated or len(found.window) == 2 and max(found.window) >= 5):
         # With a bias, those kernels come into play earlier.
         rate /= 1.6 if len(found.window) == 2 else 1.35
@@ -350,7 +350,7 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     (m, n), share, wider = own.whole
     chunk = 16 if found.wide else 64 if found.channels > 32 else 32
     if len(found.window) == 1:
-        share *= 0.63 if found.wide else 0.8
+        share *= 0.63 if found.wide else 0.97
     elif max(found.window) > 32:
         share = wider
     elif not found.wide and chunk == 32:
@@ -361,13 +361,18 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     return kernel + seconds + own.converted * sum(found.bytes) / bandwidth
 
 
-def _unshared(found: Convolution, bandwidth: float) -> float:
-    """Returns the seconds of a long window in float32 to which a bias is added.
+def _with_bias(found: Convolution, bandwidth: float) -> float:
+    """Returns the seconds of a large window to which a bias is added.
 
-    The one kernel for that goes without shared memory, at 86 TFLOP/s.
+    In float32, the one kernel for that goes without shared memory; in bfloat16, one without tensor
+    cores takes long windows of one dim, and one of the GPU before takes patches of images.
     """
-    flops = 2.0 * found.made * found.features * found.taps * max(10, found.channels)
-    return flops / (86e12 * bandwidth / _MEASURED_BANDWIDTH)
+    flops = 2.0 * found.made * found.features * found.taps
+    if found.wide:
+        seconds = flops * max(10, found.channels) / 86e12
+    else:
+        seconds = flops * found.channels / (17e12 if len(found.window) == 1 else 28e12)
+    return seconds * _MEASURED_BANDWIDTH / bandwidth
 
 
 def _grouped(found: Convolution, rate: float, cores: int, bandwidth: float, kernel: float) -> float:

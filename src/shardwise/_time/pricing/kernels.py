@@ -150,8 +150,9 @@ class GpuPricer:
             row = math.prod(updates.dims[d] for d in dims)
             size = max(1, updates.nbytes // max(1, updates.size))
             rate = self._atomics(0 if row == 1 else size)
-            if updates.size > 4 * into.size:
-                rate = self.rates.shared  # rows that many updates share wait for each other
+            if row > 32 and updates.size > 4 * into.size:
+                # Rows that many updates share wait for each other, however wide they are.
+                rate = min(rate, self.rates.shared * row / 256)
             elif row > 1 and updates.dims[dims[-1]] == 1:
                 rate = self._apart(into)
             found.append(updates.size / rate)
@@ -272,7 +273,8 @@ class GpuPricer:
             own = tiled_seconds(
                 kernel, rates.cores, rates.bandwidth, kernel.layouts[lies], *sizes, splits=splits
             )
-            hidden = max(own, streamed) + kernel.overlap * min(own, streamed)
+            shown = kernel.overlap * (1.0 if own > streamed else 0.6)
+            hidden = max(own, streamed) + shown * min(own, streamed)
             spent = kernel.start + hidden + kernel.added * added / rates.bandwidth
             if spent < total:
                 total, seconds, products = spent, own, kernel
@@ -304,7 +306,7 @@ class GpuPricer:
         if "__cudnn$conv" in target and shapes:
             # It is in no CUDA graph: those before and after it are launched apart.
             price = self.convolved(instruction, shapes, target, flops or 0, access.total)
-            return dataclasses.replace(price, gap=1.3 * self.rates.kernel)
+            return dataclasses.replace(price, gap=1.7 * self.rates.kernel)
         if "TopK" in target or "sort" in target.lower():
             return self.sort(instruction, access)
         if flops:

@@ -74,7 +74,7 @@ class GpuRates:
         kernel: seconds that the smallest kernel takes, with its launch.
         atomics: elements per second of a scatter that adds, by bytes of an element; by 0 of those
             that are added one by one.
-        shared: the same for rows that many updates are added to.
+        shared: the same for rows of 256 elements that many updates are added to.
         attention: flops per second of a long attention kernel by `(head depth, backward)`.
         attention_length: the length at which attention reaches half of that, at depth 128.
         power: the share of the product rate that is lost when a step does little else.
@@ -146,7 +146,7 @@ H200 = GpuRates(
             ),
         ),
     },
-    bandwidth=4.2e12,
+    bandwidth=4.14e12,
     cache=50e6,
     scalar=33e12,
     kernel=1.5e-6,
