@@ -367,11 +367,13 @@ def _with_bias(found: Convolution, bandwidth: float) -> float:
     In float32, the one kernel for that goes without shared memory; in bfloat16, one without tensor
     cores takes long windows of one dim, and one of the GPU before takes patches of images.
     """
-    flops = 2.0 * found.made * found.features * found.taps
+    flops = 2.0 * found.made * found.taps
     if found.wide:
-        seconds = flops * max(10, found.channels) / 86e12
+        seconds = flops * found.features * max(10, found.channels) / 86e12
+    elif len(found.window) == 1:
+        seconds = flops * _up(found.features, 128) * found.channels / 21.7e12
     else:
-        seconds = flops * found.channels / (17e12 if len(found.window) == 1 else 28e12)
+        seconds = flops * found.features * found.channels / 28e12
     return seconds * _MEASURED_BANDWIDTH / bandwidth
 
 
@@ -388,7 +390,7 @@ def _grouped(found: Convolution, rate: float, cores: int, bandwidth: float, kern
             first, each = ((3.4, 1.83) if backward else (24.0, 2.8)) if found.wide else (
                 (31.6, 1.0) if backward else (22.6, 1.8)
             )  # fmt: skip
-            return kernel + (first + each * found.taps) * 1e-12 * elements * scale
+            return kernel + 1.2 * (first + each * found.taps) * 1e-12 * elements * scale
         if not backward and found.narrowest < 12 and max(found.window) >= 5:
             return kernel + 4e-12 * found.taps * elements * scale  # images smaller than its tiles
         if backward and found.wide and max(found.window) >= 7:

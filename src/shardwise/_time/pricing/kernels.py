@@ -168,10 +168,10 @@ class GpuPricer:
                 continue
             sizes = [int(n) for n in re.findall(r"\d+", i.attribute("slice_sizes"))]
             if math.prod(sizes) > 1 and sizes[-1] == 1 and given.shapes[0].dims[-1] > 1:
-                seconds += i.shapes[0].size / (1.5 * self._apart(given.shapes[0]))
+                seconds += i.shapes[0].size / (1.2 * self._apart(given.shapes[0]))
             elif sizes and sizes[-1] > 1:
                 tables += 1
-                rows += 2.4 * 2 * i.shapes[0].nbytes / self.rates.bandwidth
+                rows += 4.2 * i.shapes[0].nbytes / self.rates.bandwidth + 0.4e-6
         return seconds + (rows if tables > 3 else 0.0)
 
     def _apart(self, shape: Shape) -> float:
