@@ -83,9 +83,15 @@ class Estimate:
     unpriced: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
-    def fits(self) -> bool:
-        """Whether the modelled peak is within a device's memory."""
-        return self.peak_bytes <= self.capacity
+    def fits(self) -> bool | None:
+        """Whether a device's memory holds it; None if only compiling can tell.
+
+        True if the upper bound of the peak fits, False if the modelled peak itself does not. In
+        between it fits by the estimate, and nobody knows yet whether it does.
+        """
+        if self.peak_bytes > self.capacity:
+            return False
+        return True if self.peak_bound <= self.capacity else None
 
     @property
     def mfu(self) -> float:
@@ -105,10 +111,11 @@ class Estimate:
     @property
     def verdict(self) -> str:
         """Memory and time, in two lines, and what is not priced."""
-        fits = "fits" if self.fits else "does not fit"
+        fits = {True: "fits", False: "does not fit", None: "may fit"}[self.fits]
+        unsure = "; compile to be sure" if self.fits is None else ""
         text = (
             f"{fits}: needs about {show_bytes(self.peak_bytes)} of {show_bytes(self.capacity)} "
-            f"(modelled; at most {show_bytes(self.peak_bound)}), on {self.chips}\n"
+            f"(modelled; at most {show_bytes(self.peak_bound)}{unsure}), on {self.chips}\n"
             f"{show_seconds(self.seconds)} per step "
             f"({show_seconds(self.low)} to {show_seconds(self.high)}, modelled)"
         )
