@@ -15,6 +15,7 @@ from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
 from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
 from .fused import COLLECTIVES, Block, size_of
+from .hiding import hiding_order
 from .memory import peak_of
 from .orders import forward_of, numbers_of, written
 from .partition import Program
@@ -32,6 +33,8 @@ _STREAMING = {"cu_threefry2x32", "cu_threefry2x32_ffi", "mhlo.topk", "TopK", "Pa
 _TPU_TEMPORARY, _GPU_TEMPORARY = 1.09, 1.02
 # A TPU's program is in its memory: bytes of each kernel (140 to 170 kB in compiled steps).
 _CODE = 150_000
+# A GPU's compiler combines collectives up to so many bytes.
+_COMBINED = 30 * 2**20 + 7
 
 
 @public
@@ -218,19 +221,22 @@ class Estimator:
         run = _Run(kernels=len(block.kernels))
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
-        joined = self._combined(block, from_start)
-        # Read by something else than what only writes results of the block.
-        needed = {
-            value
-            for kernel in block.kernels
-            if kernel.heavy or not all(block.root(v) in block.outputs for v in kernel.writes)
-            for value in kernel.reads
-        }
+        combined = self._combined(block, from_start)
+        joined = {n: 0 for numbers in combined for n in numbers}
+        for numbers in combined:
+            joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
+        needed = self._needed(block)
+        spent: list[float] = []
+        blocked: set[int] = set()
         for number, kernel in enumerate(block.kernels):
-            op = kernel.op
+            op, before = kernel.op, len(spent)
             inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
             if op.kind == "while" and kernel.heavy:
                 inner = self._block(op.body, op.after)
+                self.inner[id(op)] = inner.peak
+                spent.append(0.0)  # this compiler does not count how long loops take
+                if inner.traffic:
+                    blocked.add(number)
                 each = inner.seconds + (self.machine.gpu.iteration if self.machine.gpu else 0.0)
                 now = max(now, inputs)
                 now += op.trips * each
@@ -242,7 +248,8 @@ class Estimator:
                 end = inputs
             elif op.kind in COLLECTIVES and kernel.heavy:
                 start = inputs if number in from_start else max(now, inputs)
-                end = self._collective(kernel, start, links, run, joined.get(number))
+                seconds, end = self._collective(kernel, start, links, run, joined.get(number))
+                spent.append(seconds)
                 awaited = op.kind != "all-reduce" or any(v in needed for v in op.results)
                 if self.machine.gpu is None and awaited:
                     # This compiler runs them one after the other with what computes.
@@ -250,6 +257,7 @@ class Estimator:
                     now = max(now, end)
             else:
                 price = self._price(kernel)
+                spent.append(price.seconds)
                 waited = max(0.0, inputs - now)
                 run.parts["communication"] += waited
                 now = max(now, inputs) + price.seconds
@@ -269,6 +277,8 @@ class Estimator:
                     run.lines[user_place(partner.op.frames) or "?"] += sent
                     now += waits
                 end = now
+            if len(spent) == before:
+                spent.append(0.0)
             for value in kernel.writes:
                 ready[value] = end
             for value in op.results:
@@ -276,8 +286,17 @@ class Estimator:
         last = max([now, *links.values()])
         run.parts["communication"] += last - now
         run.seconds = last
-        run.peak, run.bound = self._peak(block)
+        run.peak, run.bound = self._peak(block, spent, blocked, combined)
         return run
+
+    def _needed(self, block: Block) -> set[int]:
+        """Returns what is read by something else than what only writes results of the block."""
+        return {
+            value
+            for kernel in block.kernels
+            if kernel.heavy or not all(block.root(v) in block.outputs for v in kernel.writes)
+            for value in kernel.reads
+        }
 
     def _grouped(self, ops: Any, outputs: Any) -> Block:
         gpu = self.machine.gpu is not None
@@ -307,16 +326,15 @@ class Estimator:
                 here.update(kernel.op.results)
         return found
 
-    def _combined(self, block: Block, from_start: set[int]) -> dict[int, int]:
-        """Returns the bytes of collectives that a GPU's compiler combines, by the last of each.
+    def _combined(self, block: Block, from_start: set[int]) -> list[list[int]]:
+        """Returns the numbers of collectives that a GPU's compiler combines, in lists.
 
-        All but the last of them have 0: gathers that are needed at once, and reductions of which
-        nothing but results of the block is made.
+        Gathers that are needed at once, and reductions of which nothing but results of the block is
+        made: as many as make so many bytes on each device.
         """
-        found: dict[int, int] = {}
         if self.machine.gpu is None:
-            return found
-        needed = {value for kernel in block.kernels for value in kernel.reads}
+            return []
+        needed = self._needed(block)
         open_ones: dict[Any, list[int]] = {}
         for number, kernel in enumerate(block.kernels):
             op = kernel.op
@@ -327,19 +345,26 @@ class Estimator:
                     open_ones.setdefault((op.kind, op.axes, kernel.level), []).append(number)
             elif not any(v in needed for v in op.results) or size_of(self.shapes, op) < 2**16:
                 open_ones.setdefault((op.kind, op.axes), []).append(number)
+        found: list[list[int]] = []
         for numbers in open_ones.values():
-            sizes = [size_of(self.shapes, block.kernels[n].op) for n in numbers]
-            found |= dict.fromkeys(numbers, 0)
-            found[numbers[-1]] = sum(sizes)
+            free = 0
+            for number in numbers:
+                size = sum(self.shapes[v].nbytes for v in block.kernels[number].op.results)
+                if size > free:
+                    found.append([])
+                    free = _COMBINED
+                found[-1].append(number)
+                free -= size
         return found
 
     def _collective(
         self, kernel: Kernel, start: float, links: Any, run: _Run, combined: int | None
-    ) -> float:
+    ) -> tuple[float, float]:
+        """Counts a collective; returns how long it takes, and when it ends."""
         op = kernel.op
         members = math.prod(size for _, size in op.axes)
         if members <= 1:
-            return start
+            return 0.0, start
         size = size_of(self.shapes, op) if combined is None else combined
         if size:
             link = self.machine.link(op.kind, size, self._groups(op))
@@ -351,7 +376,7 @@ class Estimator:
         run.kinds["collective"] += link.seconds
         self._counted(kernel, run)
         run.lines[user_place(op.frames) or "?"] += link.seconds
-        return end
+        return link.seconds, end
 
     def _counted(self, kernel: Kernel, run: _Run) -> None:
         """Counts a collective and the bytes that it sends."""
@@ -503,14 +528,15 @@ class Estimator:
             return price
         return dataclasses.replace(price, kind="unknown", known=False)
 
-    def _peak(self, block: Block) -> tuple[int, int]:
-        return peak_of(block, lambda kernel: self._loop_peak(kernel.op), self.program.host)
-
-    def _loop_peak(self, loop: Any) -> int:
-        if id(loop) not in self.inner:
-            block = self._grouped(loop.body, loop.after)
-            self.inner[id(loop)] = self._peak(block)[0]
-        return self.inner[id(loop)]
+    def _peak(
+        self, block: Block, spent: list[float], blocked: set[int], combined: list[list[int]]
+    ) -> tuple[int, int]:
+        kernels, ends = block.kernels, list(range(len(block.kernels)))
+        if self.machine.gpu is not None:
+            kernels, ends = hiding_order(kernels, spent, blocked, combined)
+        return peak_of(
+            block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host
+        )
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:

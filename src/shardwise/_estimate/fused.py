@@ -322,14 +322,6 @@ class Block:
                 break
         return [k for k in kernels if k not in gone]
 
-    @property
-    def allocated(self) -> list[Kernel]:
-        """The kernels in the order by which memory is allocated.
-
-        A GPU's compiler computes what only results are made of last, to hide collectives.
-        """
-        return self._ordered(self.kernels, results_last=True) if self.gpu else self.kernels
-
     def _by_row(self, op: Op) -> bool:
         """Returns whether a reduction sums the fastest dims, few enough for one kernel to hold."""
         dims, source = dims_of(op, "dimensions"), op.operands[0]
@@ -356,17 +348,16 @@ class Block:
                 kept.append(kernel)
         return kept
 
-    def _ordered(self, kernels: list[Kernel], *, results_last: bool = False) -> list[Kernel]:
+    def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
-        _, after = _neighbours(kernels)
+        _, after = neighbours(kernels)
         early = _levels(kernels)
-        late = [max(early, default=0)] * len(early) if results_last else list(early)
+        late = list(early)
         for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
             if after[i]:
                 late[i] = min(late[j] for j in after[i]) - 1
-        if not results_last:
-            for kernel, level in zip(kernels, late, strict=True):
-                kernel.level = level
+        for kernel, level in zip(kernels, late, strict=True):
+            kernel.level = level
         return [
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
@@ -386,7 +377,8 @@ def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
         into.writes |= {value: 0 for value in kernel.writes}
 
 
-def _neighbours(kernels: list[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
+def neighbours(kernels: Sequence[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
+    """Returns for each kernel the numbers of those that it waits for, and of those that wait for it."""
     owner = {value: i for i, k in enumerate(kernels) for op in k.ops for value in op.results}
     owner |= {value: i for i, k in enumerate(kernels) for value in k.writes}
     before: list[set[int]] = [set() for _ in kernels]
@@ -402,7 +394,7 @@ def _neighbours(kernels: list[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
 
 def _levels(kernels: list[Kernel]) -> list[int]:
     """Returns for each kernel the length of the longest chain that it waits for."""
-    before, after = _neighbours(kernels)
+    before, after = neighbours(kernels)
     waiting = [len(b) for b in before]
     ready = [i for i, n in enumerate(waiting) if not n]
     level = [0] * len(kernels)
