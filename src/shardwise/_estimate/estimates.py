@@ -330,7 +330,7 @@ class Estimator:
         """Returns the numbers of collectives that a GPU's compiler combines, in lists.
 
         Gathers that are needed at once, and reductions of which nothing but results of the block is
-        made: as many as make so many bytes on each device.
+        made, of one dtype: as many as make so many bytes on each device.
         """
         if self.machine.gpu is None:
             return []
@@ -344,7 +344,8 @@ class Estimator:
                 if number in from_start:
                     open_ones.setdefault((op.kind, op.axes, kernel.level), []).append(number)
             elif not any(v in needed for v in op.results) or size_of(self.shapes, op) < 2**16:
-                open_ones.setdefault((op.kind, op.axes), []).append(number)
+                dtype = self.shapes[op.results[0]].dtype
+                open_ones.setdefault((op.kind, op.axes, dtype), []).append(number)
         found: list[list[int]] = []
         for numbers in open_ones.values():
             free = 0
@@ -532,7 +533,9 @@ class Estimator:
         self, block: Block, spent: list[float], blocked: set[int], combined: list[list[int]]
     ) -> tuple[int, int]:
         kernels, ends = block.kernels, list(range(len(block.kernels)))
-        if self.machine.gpu is not None:
+        if self.machine.gpu is not None and not any(k.op.kind == "while" for k in kernels):
+            kernels = block.results_last
+        elif self.machine.gpu is not None:
             kernels, ends = hiding_order(kernels, spent, blocked, combined)
         return peak_of(
             block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host

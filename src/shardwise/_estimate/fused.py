@@ -348,16 +348,22 @@ class Block:
                 kept.append(kernel)
         return kept
 
-    def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
+    @property
+    def results_last(self) -> list[Kernel]:
+        """The kernels with those of which only results are made at the end."""
+        return self._ordered(self.kernels, results_last=True)
+
+    def _ordered(self, kernels: list[Kernel], *, results_last: bool = False) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
         _, after = neighbours(kernels)
         early = _levels(kernels)
-        late = list(early)
+        late = [max(early, default=0)] * len(early) if results_last else list(early)
         for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
             if after[i]:
                 late[i] = min(late[j] for j in after[i]) - 1
-        for kernel, level in zip(kernels, late, strict=True):
-            kernel.level = level
+        if not results_last:
+            for kernel, level in zip(kernels, late, strict=True):
+                kernel.level = level
         return [
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))

@@ -39,9 +39,14 @@ def hiding_order(
     ready: tuple[list[tuple[float, int]], ...] = ([], [], [])
 
     def offer(n: int) -> None:
-        # What waits for a collective waits for its transfer too.
-        way = depth[n] + (spent[n] if sends[n] else 0.0)
-        place = 0 if sends[n] else 1 if nodes[n][0] in blocked else 2
+        place, way = 2, depth[n]
+        if sends[n]:
+            # What waits for a collective waits for its transfer too.
+            place, way = 0, way + spent[n]
+        elif nodes[n][0] in blocked:
+            # The last kernel before a loop also makes the sums that others wait for.
+            near = [depth[j] + (spent[j] if sends[j] else 0.0) for j in before[n]]
+            place, way = 1, max(near, default=0.0)
         heapq.heappush(ready[place], (-way, -n))
 
     for n, count in enumerate(waiting):
@@ -87,7 +92,9 @@ def _nodes(
     place = {i: n for n, node in enumerate(nodes) for i in node}
     found = []
     for near in neighbours(kernels):
-        found.append([{place[j] for i in node for j in near[i]} - {n} for n, node in enumerate(nodes)])
+        found.append(
+            [{place[j] for i in node for j in near[i]} - {n} for n, node in enumerate(nodes)]
+        )
     return nodes, found[0], found[1]
 
 
