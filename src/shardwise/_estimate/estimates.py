@@ -14,6 +14,7 @@ from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
 from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
+from .combining import combined
 from .fused import COLLECTIVES, Block, size_of
 from .hiding import hiding_order
 from .memory import peak_of
@@ -33,8 +34,6 @@ _STREAMING = {"cu_threefry2x32", "cu_threefry2x32_ffi", "mhlo.topk", "TopK", "Pa
 _TPU_TEMPORARY, _GPU_TEMPORARY = 1.09, 1.02
 # A TPU's program is in its memory: bytes of each kernel (140 to 170 kB in compiled steps).
 _CODE = 150_000
-# A GPU's compiler combines collectives up to so many bytes.
-_COMBINED = 30 * 2**20 + 7
 
 
 @public
@@ -221,11 +220,11 @@ class Estimator:
         run = _Run(kernels=len(block.kernels))
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
-        combined = self._combined(block, from_start)
-        joined = {n: 0 for numbers in combined for n in numbers}
-        for numbers in combined:
-            joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
         needed = self._needed(block)
+        groups = combined(block, from_start, needed) if self.machine.gpu is not None else []
+        joined = {n: 0 for numbers in groups for n in numbers}
+        for numbers in groups:
+            joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
         spent: list[float] = []
         blocked: set[int] = set()
         for number, kernel in enumerate(block.kernels):
@@ -286,7 +285,7 @@ class Estimator:
         last = max([now, *links.values()])
         run.parts["communication"] += last - now
         run.seconds = last
-        run.peak, run.bound = self._peak(block, spent, blocked, combined)
+        run.peak, run.bound = self._peak(block, spent, blocked, groups)
         return run
 
     def _needed(self, block: Block) -> set[int]:
@@ -324,38 +323,6 @@ class Estimator:
             if not (light and not waits):
                 here.update(kernel.writes)
                 here.update(kernel.op.results)
-        return found
-
-    def _combined(self, block: Block, from_start: set[int]) -> list[list[int]]:
-        """Returns the numbers of collectives that a GPU's compiler combines, in lists.
-
-        Gathers that are needed at once, and reductions of which nothing but results of the block is
-        made, of one dtype: as many as make so many bytes on each device.
-        """
-        if self.machine.gpu is None:
-            return []
-        needed = self._needed(block)
-        open_ones: dict[Any, list[int]] = {}
-        for number, kernel in enumerate(block.kernels):
-            op = kernel.op
-            if not kernel.heavy or op.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
-                continue
-            if op.kind == "all-gather":
-                if number in from_start:
-                    open_ones.setdefault((op.kind, op.axes, kernel.level), []).append(number)
-            elif not any(v in needed for v in op.results) or size_of(self.shapes, op) < 2**16:
-                dtype = self.shapes[op.results[0]].dtype
-                open_ones.setdefault((op.kind, op.axes, dtype), []).append(number)
-        found: list[list[int]] = []
-        for numbers in open_ones.values():
-            free = 0
-            for number in numbers:
-                size = sum(self.shapes[v].nbytes for v in block.kernels[number].op.results)
-                if size > free:
-                    found.append([])
-                    free = _COMBINED
-                found[-1].append(number)
-                free -= size
         return found
 
     def _collective(
@@ -530,13 +497,13 @@ class Estimator:
         return dataclasses.replace(price, kind="unknown", known=False)
 
     def _peak(
-        self, block: Block, spent: list[float], blocked: set[int], combined: list[list[int]]
+        self, block: Block, spent: list[float], blocked: set[int], groups: list[list[int]]
     ) -> tuple[int, int]:
         kernels, ends = block.kernels, list(range(len(block.kernels)))
         if self.machine.gpu is not None and not any(k.op.kind == "while" for k in kernels):
             kernels = block.results_last
         elif self.machine.gpu is not None:
-            kernels, ends = hiding_order(kernels, spent, blocked, combined)
+            kernels, ends = hiding_order(kernels, spent, blocked, groups)
         return peak_of(
             block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._hlo import Shape
@@ -309,9 +309,7 @@ class Block:
                 rest = {v: n for v, n in other.reads.items() if v not in made}
                 largest = max(kernel.reads.values(), default=0)
                 new = any(8 * n > largest and v not in kernel.reads for v, n in rest.items())
-                # Another kernel must not stand between the two.
-                between = any(made & owner[v].reads.keys() for v in rest if v in owner)
-                if between or (reduces and new):
+                if (reduces and new) or _waits_for(rest, kernel, owner):
                     continue
                 _join(other, kernel, made, keep=len(users) > 1 or not reduces)
                 gone.add(kernel)
@@ -368,6 +366,20 @@ class Block:
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
         ]
+
+
+def _waits_for(values: Iterable[int], kernel: Kernel, owner: Mapping[int, Kernel]) -> bool:
+    """Returns whether some values are made of what a kernel makes, through any others."""
+    todo = [owner[value] for value in values if value in owner]
+    seen = set(todo)
+    while todo:
+        each = todo.pop()
+        if each is kernel:
+            return True
+        near = {owner[value] for value in each.reads if value in owner} - seen
+        seen |= near
+        todo += near
+    return False
 
 
 def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
