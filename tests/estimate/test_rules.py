@@ -117,3 +117,44 @@ def test_an_unknown_custom_call_is_named_and_widens_the_bound():
     assert found.parts["unknown"] > 0
     assert found.high - found.seconds > 10 * found.parts["unknown"]
     assert str(found).splitlines()[2] == "not priced, only the memory that they move: mystery"
+
+
+class Narrow(nnx.Module):
+    """Three products whose weights are large or small beside what they are multiplied with."""
+
+    def __init__(self, rngs):
+        sizes = [(1024, 4096), (4096, 1024), (1024, 4096)]
+        self.layers = nnx.List([nnx.Linear(*s, use_bias=False, rngs=rngs) for s in sizes])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+# By mesh and rows: how many times a GPU's compiler (XLA of jax 0.12) gathers the two weights that the
+# backward pass reads too.
+GATHERED = [
+    ("data=8,model=2", 8192, 2),
+    ("data=8,model=2", 16384, 1),
+    ("data=4,model=4", 1024, 2),
+    ("data=4,model=4", 2048, 1),
+    ("data=2,model=8", 512, 1),
+    ("data=16", 512, 1),
+]
+
+
+@pytest.mark.parametrize(("mesh", "rows", "times"), GATHERED)
+def test_a_gpu_gathers_split_weights_again_that_are_large_beside_activations(mesh, rows, times):
+    recipe = sw.Recipe(
+        model=lambda: Narrow(nnx.Rngs(0)),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.sgd(1e-3),
+        batch=jax.ShapeDtypeStruct((rows, 1024), "float32"),
+        compute_dtype="bfloat16",
+    )
+    strategy = "fsdp+tensor" if "model" in mesh else "fsdp"
+    inputs = recipe.batch if "model" in mesh else None
+    layout = sw.layout(recipe.model, sw.mesh(mesh, on="h100:2x8"), strategy, inputs=inputs)
+    count, _ = sw.estimate(recipe, layout).by_axis["data"]["all-gather"]
+    assert count == 1 + 2 * times

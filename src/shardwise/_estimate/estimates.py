@@ -191,7 +191,8 @@ class Estimator:
 
     def __init__(self, program: Program, machine: Machine):
         """Takes the step and the chips."""
-        program = rewritten(program, gpu=machine.gpu is not None)
+        devices = math.prod(machine.mesh.values())
+        program = rewritten(program, gpu=machine.gpu is not None, devices=devices)
         self.program, self.machine = program, machine
         self.shapes = program.shapes
         self.pricer: Any = machine.pricer(None)  # pyright: ignore[reportArgumentType] - priced by shapes
@@ -199,9 +200,7 @@ class Estimator:
         self.names = list(machine.mesh)
         self.inner: dict[int, int] = {}
         self.rings: dict[Any, bool] = {}
-        self.devices = np.arange(math.prod(machine.mesh.values())).reshape(
-            tuple(machine.mesh.values())
-        )
+        self.devices = np.arange(devices).reshape(tuple(machine.mesh.values()))
 
     def run(self) -> _Run:
         """Returns what the step takes."""
