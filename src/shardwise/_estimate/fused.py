@@ -541,7 +541,7 @@ def _turned(value: int, users: dict[int, list[Op]]) -> bool:
 def _in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> bool:
     """Returns whether a TPU's compiler scatters a sum: if each part is whole tiles, in equal chunks.
 
-    Seen in small programs: the chunks divide the other dim, and two devices send halves.
+    Seen in small programs: the chunks divide the other dim, and two devices send halves of bfloat16.
     """
     rank = len(whole.dims)
     split = [d for d in range(rank) if whole.dims[d] != part.dims[d]]
@@ -558,7 +558,8 @@ def _in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> bo
         last = 1 - last
     other = part.dims[1 - dim]
     mine, rest = (_LANES, _ROWS) if dim == last else (_ROWS, _LANES)
-    if size % mine or other % rest or (parts == 2 and size // mine % 2):
+    halves = parts == 2 and whole.dtype == "bf16"
+    if size % mine or other % rest or (halves and size // mine % 2):
         return False
     least = -(-part.size // _CHUNK)
     most = max(_CHUNKS, 4 * least)
