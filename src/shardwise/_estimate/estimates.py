@@ -17,6 +17,7 @@ from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of
 from .combining import combined
 from .fused import COLLECTIVES, Block, size_of
 from .hiding import hiding_order
+from .lanes import heads_of, padded
 from .memory import peak_of
 from .orders import forward_of, numbers_of, written
 from .partition import Program
@@ -224,6 +225,7 @@ class Estimator:
         joined = {n: 0 for numbers in groups for n in numbers}
         for numbers in groups:
             joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
+        heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
         spent: list[float] = []
         blocked: set[int] = set()
         for number, kernel in enumerate(block.kernels):
@@ -254,7 +256,7 @@ class Estimator:
                     run.parts["communication"] += max(0.0, end - now)
                     now = max(now, end)
             else:
-                price = self._price(kernel)
+                price = self._price(kernel, heads)
                 spent.append(price.seconds)
                 waited = max(0.0, inputs - now)
                 run.parts["communication"] += waited
@@ -379,11 +381,12 @@ class Estimator:
             return [[group[0], group[-1]] for group in arranged.tolist()]
         return groups
 
-    def _price(self, kernel: Kernel) -> Price:
+    def _price(self, kernel: Kernel, heads: set[int]) -> Price:
         op, access = kernel.op, kernel.access
         if not kernel.heavy:
             share = _ABSORBED if kernel.absorbed else 1.0
-            return self.pricer.streamed(access, share * self._penalty(kernel))
+            moved = padded(kernel, self.shapes, heads)
+            return self.pricer.streamed(moved, share * self._penalty(kernel))
         if op.kind == "dot_general":
             return self._dot(kernel)
         if op.kind == "convolution":

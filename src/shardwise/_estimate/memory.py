@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from .fused import Block
+from .lanes import LANES
 from .partition import Op, Program
 from .windows import Kernel
 
-_LANES = 128
 # Products in up to so many parts are no loop: they compute their operands like whole ones.
 _UNROLLED = 4
 # What writes its result over an operand that nothing reads later.
@@ -142,8 +142,8 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
         elif kernel.op.kind == "custom_call":
             for value in (*kernel.reads, *kernel.writes):
                 dims = block.shapes[value].dims
-                if len(dims) >= 3 and 1 < dims[-1] < _LANES:
-                    found[value] = block.nbytes(value) * _LANES // dims[-1]
+                if len(dims) >= 3 and 1 < dims[-1] < LANES:
+                    found[value] = block.nbytes(value) * LANES // dims[-1]
     return found, inlined
 
 
