@@ -8,9 +8,9 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise import models
-from shardwise._estimate.fused import _in_tiles
 from shardwise._estimate.orders import forward_of, written
 from shardwise._estimate.partition import partition
+from shardwise._estimate.scattering import in_tiles
 from shardwise._hlo import Shape, convolution_flops
 
 # Dtype, sum, which dim each device keeps a part of, over how many devices; whether v5p scatters it.
@@ -39,7 +39,7 @@ SCATTERED = [
 @pytest.mark.parametrize(("dtype", "dims", "dim", "parts", "scattered"), SCATTERED)
 def test_a_tpu_scatters_sums_that_divide_into_tiles(dtype, dims, dim, parts, scattered):
     part = tuple(n // parts if d == dim else n for d, n in enumerate(dims))
-    assert _in_tiles(Shape(dtype, dims), Shape(dtype, part), parts) is scattered
+    assert in_tiles(Shape(dtype, dims), Shape(dtype, part), parts) is scattered
 
 
 def decoder(**config):
