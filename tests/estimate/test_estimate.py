@@ -12,8 +12,9 @@ import shardwise as sw
 from shardwise import models
 from shardwise._compile import job_of, lowered_job
 from shardwise._estimate.fused import Block
-from shardwise._estimate.partition import partition
+from shardwise._estimate.partition import Op, Program, partition
 from shardwise._estimate.simplify import simplified
+from shardwise._hlo import Shape
 
 
 @pytest.fixture
@@ -126,6 +127,25 @@ def test_every_kernel_runs_after_what_it_reads():
         for value in kernel.reads:
             assert value not in block.maker or value in made | own
         made |= own
+
+
+def test_a_sum_is_not_fused_with_what_it_waits_for_through_a_product():
+    square, sums = Shape("f32", (128, 128)), Shape("f32", (128,))
+    contracted = "lhs_contracting_dimensions = [1], rhs_contracting_dimensions = [0]"
+    ops = [
+        Op("add", (0, 0), (1,)),
+        Op("dot_general", (1, 0), (2,), {"dot_dimension_numbers": contracted}),
+        Op("exponential", (2,), (3,)),
+        Op("multiply", (1, 3), (4,)),
+        Op("reduce", (4,), (5,), {"dimensions": "array<i64: 1>"}),
+    ]
+    shapes = dict.fromkeys(range(5), square) | {5: sums}
+    program = Program(ops, shapes, (0,), (3, 5), frozenset())
+    made = set()
+    for kernel in Block(program, ops, program.outputs).kernels:
+        assert kernel.reads.keys() <= {0} | made | set(kernel.writes)
+        made |= set(kernel.writes)
+    assert made == {1, 2, 3, 5}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 
 import jax
 import optax
+import pytest
 from flax import nnx
 
 import shardwise as sw
@@ -48,3 +49,20 @@ def test_offloaded_state_is_not_on_the_device():
     size = sum(math.prod(x.addressable_shards[0].data.shape) * x.dtype.itemsize for x in moments)
     assert here.state_bytes - away.state_bytes == size
     assert away.peak_bytes < here.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("capacity", "fits", "said"),
+    [(300, True, "fits: "), (299, None, "may fit: "), (200, None, "may fit: ")]
+    + [(199, False, "does not fit: ")],
+)
+def test_what_fits_by_the_estimate_alone_is_not_said_to_fit(capacity, fits, said):
+    found, recipe, layout = estimated("nothing_saveable")
+    found = dataclasses.replace(found, peak_bytes=200, peak_bound=300, capacity=capacity)
+    assert found.fits is fits and found.to_dict()["fits"] is fits
+    assert found.verdict.startswith(said)
+    assert ("compile to be sure" in found.verdict) == (fits is None)
+    candidate = next(iter(sw.search(recipe, "v5e:1x1", compile=0).candidates))
+    candidate = dataclasses.replace(candidate, estimate=found)
+    assert (candidate.fits, candidate.sure) == (fits is not False, fits is not None)
+    assert str(candidate).endswith(said.removesuffix(": "))

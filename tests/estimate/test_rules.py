@@ -8,9 +8,9 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise import models
-from shardwise._estimate.fused import _in_tiles
 from shardwise._estimate.orders import forward_of, written
 from shardwise._estimate.partition import partition
+from shardwise._estimate.scattering import in_tiles
 from shardwise._hlo import Shape, convolution_flops
 
 # Dtype, sum, which dim each device keeps a part of, over how many devices; whether v5p scatters it.
@@ -24,6 +24,7 @@ SCATTERED = [
     ("f32", (4000, 1536), 0, 2, True),
     ("bf16", (1024, 32000), 1, 2, False),  # 125 tiles have no halves
     ("bf16", (1024, 31744), 1, 2, True),
+    ("f32", (1024, 32000), 1, 2, True),
     ("bf16", (1024, 32000), 0, 2, True),
     ("bf16", (4096, 32000), 0, 8, True),
     ("bf16", (2048, 4000), 0, 2, True),
@@ -38,7 +39,7 @@ SCATTERED = [
 @pytest.mark.parametrize(("dtype", "dims", "dim", "parts", "scattered"), SCATTERED)
 def test_a_tpu_scatters_sums_that_divide_into_tiles(dtype, dims, dim, parts, scattered):
     part = tuple(n // parts if d == dim else n for d, n in enumerate(dims))
-    assert _in_tiles(Shape(dtype, dims), Shape(dtype, part), parts) is scattered
+    assert in_tiles(Shape(dtype, dims), Shape(dtype, part), parts) is scattered
 
 
 def decoder(**config):
@@ -117,3 +118,42 @@ def test_an_unknown_custom_call_is_named_and_widens_the_bound():
     assert found.parts["unknown"] > 0
     assert found.high - found.seconds > 10 * found.parts["unknown"]
     assert str(found).splitlines()[2] == "not priced, only the memory that they move: mystery"
+
+
+class Narrow(nnx.Module):
+    """Three products whose weights are large or small beside what they are multiplied with."""
+
+    def __init__(self, rngs):
+        sizes = [(1024, 4096), (4096, 1024), (1024, 4096)]
+        self.layers = nnx.List([nnx.Linear(*s, use_bias=False, rngs=rngs) for s in sizes])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+# By mesh and rows: how many weights a GPU's compiler (XLA of jax 0.12) gathers; two of the three are
+# read by the backward pass too.
+GATHERED = [
+    ("data=8,model=2", 8192, 5),
+    ("data=8,model=2", 16384, 3),
+    ("data=4,model=4", 1024, 5),
+    ("data=4,model=4", 2048, 3),
+    ("data=2,model=8", 512, 2),
+]
+
+
+@pytest.mark.parametrize(("mesh", "rows", "weights"), GATHERED)
+def test_a_gpu_gathers_split_weights_again_that_are_large_beside_activations(mesh, rows, weights):
+    recipe = sw.Recipe(
+        model=lambda: Narrow(nnx.Rngs(0)),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.sgd(1e-3),
+        batch=jax.ShapeDtypeStruct((rows, 1024), "float32"),
+        compute_dtype="bfloat16",
+    )
+    layout = sw.layout(
+        recipe.model, sw.mesh(mesh, on="h100:2x8"), "fsdp+tensor", inputs=recipe.batch
+    )
+    assert sw.estimate(recipe, layout).by_axis["data"]["all-gather"][0] == weights

@@ -21,6 +21,7 @@ _STYLES = (
     (r"^warning\[SW\d+\] [\w-]+", "bold yellow"),
     (r"^ +help:", "cyan"),
     (r"^(fits|no findings)\b", "bold green"),
+    (r"^may fit\b", "bold yellow"),
     (r"^(does not fit|cannot run)\b", "bold red"),
     (r"^0 errors, [1-9]\d* warnings?\b", "bold yellow"),
     (r"\breplicated( on all \d+ devices)?", "bold yellow"),

@@ -161,7 +161,7 @@ def _best(target: str, found: Any, mesh: Any, **options: Any) -> Layout:
         )
     (name, layout, estimate), *others = rank_strategies(found, mesh, **options)
     over = f", of {len(others) + 1} strategies" if others else ""
-    fits = "" if estimate.fits else "; it does not fit"
+    fits = {True: "", False: "; it does not fit", None: "; it may fit"}[estimate.fits]
     typer.echo(
         f"note: the best strategy is {name}: {show_seconds(estimate.seconds)} per step "
         f"(modelled){over}{fits}",

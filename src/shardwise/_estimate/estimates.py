@@ -14,7 +14,10 @@ from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
 from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
+from .combining import combined
 from .fused import COLLECTIVES, Block, size_of
+from .hiding import hiding_order
+from .lanes import heads_of, padded
 from .memory import peak_of
 from .orders import forward_of, numbers_of, written
 from .partition import Program
@@ -83,9 +86,15 @@ class Estimate:
     unpriced: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
-    def fits(self) -> bool:
-        """Whether the modelled peak is within a device's memory."""
-        return self.peak_bytes <= self.capacity
+    def fits(self) -> bool | None:
+        """Whether a device's memory holds it; None if only compiling can tell.
+
+        True if the upper bound of the peak fits, False if the modelled peak itself does not. In
+        between it fits by the estimate, and nobody knows yet whether it does.
+        """
+        if self.peak_bytes > self.capacity:
+            return False
+        return True if self.peak_bound <= self.capacity else None
 
     @property
     def mfu(self) -> float:
@@ -105,10 +114,11 @@ class Estimate:
     @property
     def verdict(self) -> str:
         """Memory and time, in two lines, and what is not priced."""
-        fits = "fits" if self.fits else "does not fit"
+        fits = {True: "fits", False: "does not fit", None: "may fit"}[self.fits]
+        unsure = "; compile to be sure" if self.fits is None else ""
         text = (
             f"{fits}: needs about {show_bytes(self.peak_bytes)} of {show_bytes(self.capacity)} "
-            f"(modelled; at most {show_bytes(self.peak_bound)}), on {self.chips}\n"
+            f"(modelled; at most {show_bytes(self.peak_bound)}{unsure}), on {self.chips}\n"
             f"{show_seconds(self.seconds)} per step "
             f"({show_seconds(self.low)} to {show_seconds(self.high)}, modelled)"
         )
@@ -182,7 +192,8 @@ class Estimator:
 
     def __init__(self, program: Program, machine: Machine):
         """Takes the step and the chips."""
-        program = rewritten(program, gpu=machine.gpu is not None)
+        devices = math.prod(machine.mesh.values())
+        program = rewritten(program, gpu=machine.gpu is not None, devices=devices)
         self.program, self.machine = program, machine
         self.shapes = program.shapes
         self.pricer: Any = machine.pricer(None)  # pyright: ignore[reportArgumentType] - priced by shapes
@@ -190,9 +201,7 @@ class Estimator:
         self.names = list(machine.mesh)
         self.inner: dict[int, int] = {}
         self.rings: dict[Any, bool] = {}
-        self.devices = np.arange(math.prod(machine.mesh.values())).reshape(
-            tuple(machine.mesh.values())
-        )
+        self.devices = np.arange(devices).reshape(tuple(machine.mesh.values()))
 
     def run(self) -> _Run:
         """Returns what the step takes."""
@@ -211,19 +220,23 @@ class Estimator:
         run = _Run(kernels=len(block.kernels))
         now, ready, links = 0.0, {}, {}
         from_start = self._early(block)
-        joined = self._combined(block, from_start)
-        # Read by something else than what only writes results of the block.
-        needed = {
-            value
-            for kernel in block.kernels
-            if kernel.heavy or not all(block.root(v) in block.outputs for v in kernel.writes)
-            for value in kernel.reads
-        }
+        needed = self._needed(block)
+        groups = combined(block, from_start, needed) if self.machine.gpu is not None else []
+        joined = {n: 0 for numbers in groups for n in numbers}
+        for numbers in groups:
+            joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
+        heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
+        spent: list[float] = []
+        blocked: set[int] = set()
         for number, kernel in enumerate(block.kernels):
-            op = kernel.op
+            op, before = kernel.op, len(spent)
             inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
             if op.kind == "while" and kernel.heavy:
                 inner = self._block(op.body, op.after)
+                self.inner[id(op)] = inner.peak
+                spent.append(0.0)  # this compiler does not count how long loops take
+                if inner.traffic:
+                    blocked.add(number)
                 each = inner.seconds + (self.machine.gpu.iteration if self.machine.gpu else 0.0)
                 now = max(now, inputs)
                 now += op.trips * each
@@ -235,14 +248,16 @@ class Estimator:
                 end = inputs
             elif op.kind in COLLECTIVES and kernel.heavy:
                 start = inputs if number in from_start else max(now, inputs)
-                end = self._collective(kernel, start, links, run, joined.get(number))
+                seconds, end = self._collective(kernel, start, links, run, joined.get(number))
+                spent.append(seconds)
                 awaited = op.kind != "all-reduce" or any(v in needed for v in op.results)
                 if self.machine.gpu is None and awaited:
                     # This compiler runs them one after the other with what computes.
                     run.parts["communication"] += max(0.0, end - now)
                     now = max(now, end)
             else:
-                price = self._price(kernel)
+                price = self._price(kernel, heads)
+                spent.append(price.seconds)
                 waited = max(0.0, inputs - now)
                 run.parts["communication"] += waited
                 now = max(now, inputs) + price.seconds
@@ -262,6 +277,8 @@ class Estimator:
                     run.lines[user_place(partner.op.frames) or "?"] += sent
                     now += waits
                 end = now
+            if len(spent) == before:
+                spent.append(0.0)
             for value in kernel.writes:
                 ready[value] = end
             for value in op.results:
@@ -269,8 +286,17 @@ class Estimator:
         last = max([now, *links.values()])
         run.parts["communication"] += last - now
         run.seconds = last
-        run.peak, run.bound = self._peak(block)
+        run.peak, run.bound = self._peak(block, spent, blocked, groups)
         return run
+
+    def _needed(self, block: Block) -> set[int]:
+        """Returns what is read by something else than what only writes results of the block."""
+        return {
+            value
+            for kernel in block.kernels
+            if kernel.heavy or not all(block.root(v) in block.outputs for v in kernel.writes)
+            for value in kernel.reads
+        }
 
     def _grouped(self, ops: Any, outputs: Any) -> Block:
         gpu = self.machine.gpu is not None
@@ -300,39 +326,14 @@ class Estimator:
                 here.update(kernel.op.results)
         return found
 
-    def _combined(self, block: Block, from_start: set[int]) -> dict[int, int]:
-        """Returns the bytes of collectives that a GPU's compiler combines, by the last of each.
-
-        All but the last of them have 0: gathers that are needed at once, and reductions of which
-        nothing but results of the block is made.
-        """
-        found: dict[int, int] = {}
-        if self.machine.gpu is None:
-            return found
-        needed = {value for kernel in block.kernels for value in kernel.reads}
-        open_ones: dict[Any, list[int]] = {}
-        for number, kernel in enumerate(block.kernels):
-            op = kernel.op
-            if not kernel.heavy or op.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
-                continue
-            if op.kind == "all-gather":
-                if number in from_start:
-                    open_ones.setdefault((op.kind, op.axes, kernel.level), []).append(number)
-            elif not any(v in needed for v in op.results) or size_of(self.shapes, op) < 2**16:
-                open_ones.setdefault((op.kind, op.axes), []).append(number)
-        for numbers in open_ones.values():
-            sizes = [size_of(self.shapes, block.kernels[n].op) for n in numbers]
-            found |= dict.fromkeys(numbers, 0)
-            found[numbers[-1]] = sum(sizes)
-        return found
-
     def _collective(
         self, kernel: Kernel, start: float, links: Any, run: _Run, combined: int | None
-    ) -> float:
+    ) -> tuple[float, float]:
+        """Counts a collective; returns how long it takes, and when it ends."""
         op = kernel.op
         members = math.prod(size for _, size in op.axes)
         if members <= 1:
-            return start
+            return 0.0, start
         size = size_of(self.shapes, op) if combined is None else combined
         if size:
             link = self.machine.link(op.kind, size, self._groups(op))
@@ -344,7 +345,7 @@ class Estimator:
         run.kinds["collective"] += link.seconds
         self._counted(kernel, run)
         run.lines[user_place(op.frames) or "?"] += link.seconds
-        return end
+        return link.seconds, end
 
     def _counted(self, kernel: Kernel, run: _Run) -> None:
         """Counts a collective and the bytes that it sends."""
@@ -380,11 +381,12 @@ class Estimator:
             return [[group[0], group[-1]] for group in arranged.tolist()]
         return groups
 
-    def _price(self, kernel: Kernel) -> Price:
+    def _price(self, kernel: Kernel, heads: set[int]) -> Price:
         op, access = kernel.op, kernel.access
         if not kernel.heavy:
             share = _ABSORBED if kernel.absorbed else 1.0
-            return self.pricer.streamed(access, share * self._penalty(kernel))
+            moved = padded(kernel, self.shapes, heads)
+            return self.pricer.streamed(moved, share * self._penalty(kernel))
         if op.kind == "dot_general":
             return self._dot(kernel)
         if op.kind == "convolution":
@@ -496,14 +498,17 @@ class Estimator:
             return price
         return dataclasses.replace(price, kind="unknown", known=False)
 
-    def _peak(self, block: Block) -> tuple[int, int]:
-        return peak_of(block, lambda kernel: self._loop_peak(kernel.op), self.program.host)
-
-    def _loop_peak(self, loop: Any) -> int:
-        if id(loop) not in self.inner:
-            block = self._grouped(loop.body, loop.after)
-            self.inner[id(loop)] = self._peak(block)[0]
-        return self.inner[id(loop)]
+    def _peak(
+        self, block: Block, spent: list[float], blocked: set[int], groups: list[list[int]]
+    ) -> tuple[int, int]:
+        kernels, ends = block.kernels, list(range(len(block.kernels)))
+        if self.machine.gpu is not None and not any(k.op.kind == "while" for k in kernels):
+            kernels = block.results_last
+        elif self.machine.gpu is not None:
+            kernels, ends = hiding_order(kernels, spent, blocked, groups)
+        return peak_of(
+            block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host
+        )
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:

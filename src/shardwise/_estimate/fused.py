@@ -7,26 +7,17 @@ reduction) is made by one kernel, which computes everything from what is in memo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .._hlo import Shape
 from .orders import Orders, dims_of, numbers_of
 from .partition import Op, Program
-from .windows import RINGS, Kernel, mark_windows
+from .scattering import ALIASES, scattered
+from .windows import Kernel, mark_windows
 
-# Other names for the same memory.
-_ALIASES = {
-    "reshape",
-    "transpose",
-    "bitcast_convert",
-    "optimization_barrier",
-    "copy",
-    "sharding_constraint",
-}
 # Made again wherever they are read.
 _TRANSPARENT = {"constant", "iota", "broadcast_in_dim", "partition_id", "replica_id"}
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
@@ -38,9 +29,6 @@ _HEAVY = COLLECTIVES | {
 _SLICES = {"slice", "dynamic_slice", "all_slice"}
 _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8, "erf": 24,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
-# A tile of a TPU's memory; in how many chunks of how many elements it sends the part of a sum.
-_LANES, _ROWS = 128, 8
-_CHUNK, _CHUNKS = 2**19, 128
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
 
@@ -69,7 +57,7 @@ class Block:
         """
         gpu = is_ring is None
         self.shapes, self.gpu = program.shapes, gpu
-        self.ops = _scattered(list(ops), self.shapes, 0 if gpu else devices)
+        self.ops = scattered(list(ops), self.shapes, 0 if gpu else devices)
         self.maker = {value: op for op in self.ops for value in op.results}
         self.outputs = {self.root(value) for value in outputs}
         self.narrow: set[int] = set()
@@ -86,7 +74,7 @@ class Block:
         """Returns the value whose memory this one shares."""
         seen = value
         while (op := self.maker.get(seen)) is not None:
-            if op.kind in _ALIASES or op.kind == "dynamic_update_slice":
+            if op.kind in ALIASES or op.kind == "dynamic_update_slice":
                 seen = op.operands[0]
             elif op.kind == "while":
                 begin = self.root(op.operands[op.results.index(seen)])
@@ -105,7 +93,7 @@ class Block:
     def _behind(self, value: int) -> list[int]:
         """Returns the values that a value only renames, repeats or rearranges."""
         op = self.maker.get(value)
-        if op is not None and op.kind in _ALIASES | _TRANSPARENT:
+        if op is not None and op.kind in ALIASES | _TRANSPARENT:
             return [found for operand in op.operands for found in self._behind(operand)]
         return [value]
 
@@ -135,7 +123,7 @@ class Block:
         users: dict[int, int] = defaultdict(int)
         for op in self.ops:
             for operand in set(op.operands):
-                if op.kind not in _ALIASES | _TRANSPARENT:
+                if op.kind not in ALIASES | _TRANSPARENT:
                     for value in self._behind(operand):
                         users[value] += 1
         for op in self.ops:
@@ -149,7 +137,7 @@ class Block:
                 size = self.shapes[value].nbytes
                 if op.kind in _SLICES:
                     cone = {source: min(read, size) for source, read in cone.items()}
-                plain = op.kind not in _ALIASES | _TRANSPARENT
+                plain = op.kind not in ALIASES | _TRANSPARENT
                 dear = users[value] > 1 and sum(cone.values()) > 1.01 * size
                 if plain and (dear or value in self.kept):
                     self.kept.add(value)
@@ -179,7 +167,7 @@ class Block:
             elif op.kind in ("reduce", "dynamic_update_slice") or any(
                 value in self.kept for value in op.results
             ):
-                if op.kind not in _ALIASES | _TRANSPARENT:
+                if op.kind not in ALIASES | _TRANSPARENT:
                     kernels.append(self._fusion(op))
         return kernels
 
@@ -242,7 +230,7 @@ class Block:
                 continue
             seen.add(id(each))
             kernel.ops.append(each)
-            if each.kind not in _ALIASES | _TRANSPARENT:
+            if each.kind not in ALIASES | _TRANSPARENT:
                 first = each.operands if each.kind == "reduce" else each.results
                 costs = _COSTLY.get(each.kind, 1)
                 kernel.operations += costs * self.shapes[first[0]].size if first else 0
@@ -309,9 +297,7 @@ class Block:
                 rest = {v: n for v, n in other.reads.items() if v not in made}
                 largest = max(kernel.reads.values(), default=0)
                 new = any(8 * n > largest and v not in kernel.reads for v, n in rest.items())
-                # Another kernel must not stand between the two.
-                between = any(made & owner[v].reads.keys() for v in rest if v in owner)
-                if between or (reduces and new):
+                if (reduces and new) or _waits_for(rest, kernel, owner):
                     continue
                 _join(other, kernel, made, keep=len(users) > 1 or not reduces)
                 gone.add(kernel)
@@ -321,14 +307,6 @@ class Block:
                     readers[value] = [*others, other]
                 break
         return [k for k in kernels if k not in gone]
-
-    @property
-    def allocated(self) -> list[Kernel]:
-        """The kernels in the order by which memory is allocated.
-
-        A GPU's compiler computes what only results are made of last, to hide collectives.
-        """
-        return self._ordered(self.kernels, results_last=True) if self.gpu else self.kernels
 
     def _by_row(self, op: Op) -> bool:
         """Returns whether a reduction sums the fastest dims, few enough for one kernel to hold."""
@@ -356,9 +334,14 @@ class Block:
                 kept.append(kernel)
         return kept
 
+    @property
+    def results_last(self) -> list[Kernel]:
+        """The kernels with those of which only results are made at the end."""
+        return self._ordered(self.kernels, results_last=True)
+
     def _ordered(self, kernels: list[Kernel], *, results_last: bool = False) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
-        _, after = _neighbours(kernels)
+        _, after = neighbours(kernels)
         early = _levels(kernels)
         late = [max(early, default=0)] * len(early) if results_last else list(early)
         for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
@@ -371,6 +354,20 @@ class Block:
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
         ]
+
+
+def _waits_for(values: Iterable[int], kernel: Kernel, owner: Mapping[int, Kernel]) -> bool:
+    """Returns whether some values are made of what a kernel makes, through any others."""
+    todo = [owner[value] for value in values if value in owner]
+    seen = set(todo)
+    while todo:
+        each = todo.pop()
+        if each is kernel:
+            return True
+        near = {owner[value] for value in each.reads if value in owner} - seen
+        seen |= near
+        todo += near
+    return False
 
 
 def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
@@ -386,7 +383,8 @@ def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
         into.writes |= {value: 0 for value in kernel.writes}
 
 
-def _neighbours(kernels: list[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
+def neighbours(kernels: Sequence[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
+    """Returns for each kernel the numbers of those that it waits for, and of those that wait for it."""
     owner = {value: i for i, k in enumerate(kernels) for op in k.ops for value in op.results}
     owner |= {value: i for i, k in enumerate(kernels) for value in k.writes}
     before: list[set[int]] = [set() for _ in kernels]
@@ -402,7 +400,7 @@ def _neighbours(kernels: list[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
 
 def _levels(kernels: list[Kernel]) -> list[int]:
     """Returns for each kernel the length of the longest chain that it waits for."""
-    before, after = _neighbours(kernels)
+    before, after = neighbours(kernels)
     waiting = [len(b) for b in before]
     ready = [i for i, n in enumerate(waiting) if not n]
     level = [0] * len(kernels)
@@ -426,133 +424,6 @@ def captured(loop: Op) -> set[int]:
         if op.kind == "while":
             used |= captured(op)
     return used - inside
-
-
-def _scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
-    """Returns the operations with a reduce-scatter for each all-reduce of which a part is kept.
-
-    A TPU's compiler does so for products; for others, not if all devices (`ring`) take part.
-    """
-    products = {v for op in ops if op.kind == "dot_general" and not op.manual for v in op.results}
-    users: dict[int, list[Op]] = defaultdict(list)
-    for op in ops:
-        for operand in op.operands:
-            users[operand].append(op)
-    found, gone = [], set()
-    for op in ops:
-        if id(op) in gone:
-            continue
-        if ring and op.kind == "reduce-scatter" and len(op.results) == 1:
-            (source,), (part,) = op.operands, op.results
-            parts = math.prod(size for _, size in op.axes)
-            windowed = source in products and parts in RINGS
-            turned = _turned(part, users)
-            if not windowed and not _in_tiles(shapes[source], shapes[part], parts, turned):
-                total = len(shapes)
-                shapes[total] = shapes[source]
-                found.append(dataclasses.replace(op, kind="all-reduce", results=(total,), dims=()))
-                op = dataclasses.replace(op, kind="all_slice", operands=(total,))
-        if op.kind == "all-reduce" and len(op.results) == 1:
-            value, through, user = op.results[0], [], users[op.results[0]]
-            while len(user) == 1 and user[0].kind in _ALIASES | {"convert"}:
-                through.append(user[0])
-                value = user[0].results[0]
-                user = users[value]
-            sliced = len(user) == 1 and user[0].kind == "all_slice"
-            parts = math.prod(size for _, size in op.axes)
-            casts = bool(through)
-            if ring and parts != ring:
-                casts = any(each.kind != "convert" for each in through)
-            of_product = set(op.operands) <= products
-            if sliced and ring and not (of_product and parts in RINGS):
-                sliced = _in_tiles(shapes[op.results[0]], shapes[user[0].results[0]], parts)
-            if sliced and not casts and (parts != ring or of_product):
-                scattered = user[0].results
-                inner = user[0].axes or op.axes
-                outer = tuple(axis for axis in op.axes if axis not in inner)
-                if set(inner) <= set(op.axes) and outer:
-                    # Scattered over some axes, and the parts reduced over the others.
-                    part = len(shapes)
-                    shapes[part] = dataclasses.replace(
-                        shapes[scattered[0]], dtype=shapes[op.results[0]].dtype
-                    )
-                    ways, turned = math.prod(n for _, n in inner), _turned(scattered[0], users)
-                    whole = shapes[op.results[0]]
-                    if (
-                        ring
-                        and ways not in RINGS
-                        and not _in_tiles(whole, shapes[part], ways, turned)
-                    ):
-                        total = len(shapes)
-                        shapes[total] = whole
-                        found.append(dataclasses.replace(op, axes=inner, results=(total,)))
-                        found.append(
-                            dataclasses.replace(user[0], operands=(total,), results=(part,))
-                        )
-                    else:
-                        found.append(dataclasses.replace(op, kind="reduce-scatter", axes=inner,
-                                                         results=(part,), dims=user[0].dims))  # fmt: skip
-                    op = dataclasses.replace(op, operands=(part,), axes=outer)
-                    found.append(dataclasses.replace(op, results=scattered))
-                    gone |= {id(each) for each in (*through, user[0])}
-                    continue
-                if through:
-                    # Scattered first, and cast then.
-                    part = len(shapes)
-                    shapes[part] = dataclasses.replace(
-                        shapes[scattered[0]], dtype=shapes[op.results[0]].dtype
-                    )
-                    scattered = (part,)
-                found.append(
-                    dataclasses.replace(
-                        op, kind="reduce-scatter", results=scattered, dims=user[0].dims
-                    )
-                )
-                gone |= {id(each) for each in (*through, user[0])}
-                if through:
-                    found.append(
-                        dataclasses.replace(
-                            through[-1], operands=scattered, results=user[0].results
-                        )
-                    )
-                continue
-        found.append(op)
-    return found
-
-
-def _turned(value: int, users: dict[int, list[Op]]) -> bool:
-    """Returns whether nothing but a transpose reads a value, through casts."""
-    near = users[value]
-    while len(near) == 1 and near[0].kind == "convert":
-        near = users[near[0].results[0]]
-    return [op.kind for op in near] == ["transpose"]
-
-
-def _in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> bool:
-    """Returns whether a TPU's compiler scatters a sum: if each part is whole tiles, in equal chunks.
-
-    Seen in small programs: the chunks divide the other dim, and two devices send halves.
-    """
-    rank = len(whole.dims)
-    split = [d for d in range(rank) if whole.dims[d] != part.dims[d]]
-    if len(split) != 1:
-        return not split
-    (dim,) = split
-    size = part.dims[dim]
-    if rank != 2:
-        return size % (_LANES if dim == rank - 1 else _ROWS) == 0
-    # The dim that fills the lanes is the last (of what is transposed, the first), unless only the
-    # other one does.
-    last = 0 if turned else 1
-    if whole.dims[last] % _LANES and not whole.dims[1 - last] % _LANES:
-        last = 1 - last
-    other = part.dims[1 - dim]
-    mine, rest = (_LANES, _ROWS) if dim == last else (_ROWS, _LANES)
-    if size % mine or other % rest or (parts == 2 and size // mine % 2):
-        return False
-    least = -(-part.size // _CHUNK)
-    most = max(_CHUNKS, 4 * least)
-    return any(other // rest % chunks == 0 for chunks in range(least, most + 1))
 
 
 def size_of(shapes: dict[int, Shape], op: Op) -> int:

@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from .fused import Block
+from .lanes import LANES
 from .partition import Op, Program
 from .windows import Kernel
 
-_LANES = 128
 # Products in up to so many parts are no loop: they compute their operands like whole ones.
 _UNROLLED = 4
 # What writes its result over an operand that nothing reads later.
@@ -25,20 +25,26 @@ _STAYS |= {"optimization_barrier", "sharding_constraint"}
 
 
 def peak_of(
-    block: Block, inner: Callable[[Kernel], int], host: Collection[int] = ()
+    block: Block,
+    kernels: Sequence[Kernel],
+    ends: Sequence[int],
+    inner: Callable[[Kernel], int],
+    host: Collection[int] = (),
 ) -> tuple[int, int]:
     """Returns the most bytes alive at once, as scheduled, and if nothing were freed early.
 
     Args:
-        block: the kernels.
+        block: the operations.
+        kernels: their kernels, in the order in which they run.
+        ends: for each kernel, the number of the last one that runs beside it.
         inner: returns the bytes that the body of a loop takes.
         host: the values in the memory of the hosts.
     """
     last: dict[int, int] = {}
-    kernels = block.allocated
-    for number, kernel in enumerate(kernels):
+    for kernel, end in zip(kernels, ends, strict=True):
         for value in kernel.reads:
-            last[block.root(value)] = number
+            root = block.root(value)
+            last[root] = max(last.get(root, -1), end)
     sizes, inlined = _sizes(block)
     for kernel in reversed(kernels):
         # What products compute for themselves is read when they run.
@@ -136,8 +142,8 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
         elif kernel.op.kind == "custom_call":
             for value in (*kernel.reads, *kernel.writes):
                 dims = block.shapes[value].dims
-                if len(dims) >= 3 and 1 < dims[-1] < _LANES:
-                    found[value] = block.nbytes(value) * _LANES // dims[-1]
+                if len(dims) >= 3 and 1 < dims[-1] < LANES:
+                    found[value] = block.nbytes(value) * LANES // dims[-1]
     return found, inlined
 
 

@@ -31,6 +31,8 @@ def report_of_search(found: Found) -> Report:
 
 def _verdict(found: Found) -> dict[str, str]:
     if any(candidate.fits for candidate in found.candidates):
+        if not found.best.sure:
+            return {"state": "plain", "text": f"the fastest that may fit: {found.best}"}
         return {"state": "good", "text": f"the fastest that fits: {found.best}"}
     try:
         text = str(found.best)

@@ -115,8 +115,13 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether that is within a device's memory."""
-        return self._figures.fits
+        """Whether that is within a device's memory; of an estimate, its upper bound may not be."""
+        return self._figures.fits is not False
+
+    @property
+    def sure(self) -> bool:
+        """Whether that is certain: compiled, or no estimate whose upper bound does not fit."""
+        return self._figures.fits is not None
 
     @property
     def mfu(self) -> float:
@@ -200,7 +205,7 @@ class Candidate:
 
     def __str__(self) -> str:
         """Returns one line."""
-        fits = "fits" if self.fits else "does not fit"
+        fits = ("fits" if self.sure else "may fit") if self.fits else "does not fit"
         return (
             f"{self.mesh} {self.strategy} on {self.chips}: {show_seconds(self.seconds)} per step, "
             f"{show_bytes(self.peak_bytes)} ({self.label}), {fits}"
@@ -397,6 +402,12 @@ class Found:
         }
 
 
+def _label(candidate: Candidate) -> str:
+    if candidate.sure and candidate.fits:
+        return candidate.label
+    return f"{candidate.label}, {'may fit' if candidate.fits else 'does not fit'}"
+
+
 def _table(candidates: list[Candidate], *, chips: bool = False) -> str:
     several = chips or len({c.chips for c in candidates}) > 1
     columns: list[tuple[str, Callable[[Candidate], str], bool]] = [
@@ -413,7 +424,7 @@ def _table(candidates: list[Candidate], *, chips: bool = False) -> str:
         ("of", lambda c: show_bytes(c.estimate.capacity), True),
         ("MFU", lambda c: f"{c.mfu:.0%}", True),
         ("bound by", lambda c: c.bound, True),
-        ("", lambda c: c.label if c.fits else f"{c.label}, does not fit", True),
+        ("", _label, True),
         ("$/step", _cost, any(c.cost is not None for c in candidates)),
         ("chips", lambda c: c.chips, several),
     ]  # fmt: skip

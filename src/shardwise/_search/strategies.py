@@ -73,7 +73,7 @@ def rank_strategies(
             failed = failed or str(error).splitlines()[0]
     if not found:
         raise ValueError(f"no strategy can be used on {show_mesh(mesh)}: {failed}")
-    return sorted(found, key=lambda row: (not row[2].fits, row[2].seconds, row[2].peak_bytes))
+    return sorted(found, key=lambda row: (row[2].fits is False, row[2].seconds, row[2].peak_bytes))
 
 
 def best_layout(recipe: Any, mesh: AnyMesh, **options: Any) -> Layout:
@@ -90,7 +90,7 @@ def best_layout(recipe: Any, mesh: AnyMesh, **options: Any) -> Layout:
     if not isinstance(recipe, Recipe):
         raise ValueError("the strategy 'best' needs a recipe: a model alone has no step to time")
     (name, made, found), *others = rank_strategies(recipe, mesh, **options)
-    fits = "" if found.fits else "; it does not fit"
+    fits = {True: "", False: "; it does not fit", None: "; it may fit"}[found.fits]
     chosen = (
         f"best of {len(others) + 1} strategies, {name} ({show_seconds(found.seconds)} per step, "
         f"modelled{fits})"

@@ -159,12 +159,13 @@ def _propose_strategy(target: str, found: Any, layout: Layout) -> str:
             name, _, estimate = rank_strategies(found, layout.mesh)[0]
     except ValueError:
         return ""
-    if not estimate.fits:
+    if estimate.fits is False:
         return (
             f"help: no strategy fits on this mesh; shardwise search {target} --on "
             f"{estimate.chips} also tries other meshes"
         )
+    fits = "would fit" if estimate.fits else "may fit"
     return (
-        f"help: no strategy was given, so everything is replicated; --strategy {name} would fit: "
+        f"help: no strategy was given, so everything is replicated; --strategy {name} {fits}: "
         f"about {show_bytes(estimate.peak_bytes)} of {show_bytes(estimate.capacity)} (modelled)"
     )

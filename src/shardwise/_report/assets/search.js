@@ -100,7 +100,7 @@ const { verdict } = found;
 byId("top").replaceChildren(
   make("div", {}, make("h1", {}, found.title), make("p", { class: "faint" }, `Shardwise ${found.version}`)), themeButton(() => plot && plot.draw()));
 byId("verdict").replaceChildren(make("div", { class: `verdict ${verdict.state}` },
-  make("span", { class: "mark", "aria-hidden": true }, verdict.state === "good" ? "✓" : "✗"), make("span", {}, verdict.text)));
+  make("span", { class: "mark", "aria-hidden": true }, { good: "✓", bad: "✗" }[verdict.state] || "?"), make("span", {}, verdict.text)));
 if (found.candidates.length) {
   showFound();
   pick(found.best === null ? found.smallest : found.best);

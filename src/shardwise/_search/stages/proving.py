@@ -89,7 +89,7 @@ class Searcher(Ranker):
 
     def _compare(self, before: Candidate, after_: Candidate) -> None:
         name = f"{before.mesh} {before.strategy}"
-        if before.estimate.fits and not after_.fits:
+        if before.estimate.fits is not False and not after_.fits:
             self.note(
                 f"{name} does not fit: the compiler needs {show_bytes(after_.peak_bytes)}, "
                 f"{show_bytes(before.peak_bytes)} were estimated"

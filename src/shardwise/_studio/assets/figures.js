@@ -26,7 +26,7 @@ function memoryCard(known, query) {
   if (!answer) return card("card-memory", "Device memory", { big: "…", lines: [known.exact && known.exact.error] });
   const stale = answer.state.query !== query;
   const { used, capacity, fits, parts } = memoryOf(answer);
-  const word = fits === true ? "Fits" : fits === false ? "Does not fit" : capacity ? "At least" : "Holds";
+  const word = fits === true ? "Fits" : fits === false ? "Does not fit" : answer.label === "modelled" ? "May fit" : capacity ? "At least" : "Holds";
   const most = Math.max(used, capacity || 0) || 1;
   const free = capacity ? capacity - used : 0;
   const lines = [
