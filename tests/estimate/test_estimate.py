@@ -11,9 +11,9 @@ from mlp_step import compiled_step
 import shardwise as sw
 from shardwise import models
 from shardwise._compile import job_of, lowered_job
-from shardwise._estimate.fused import Block
-from shardwise._estimate.partition import Op, Program, partition
-from shardwise._estimate.simplify import simplified
+from shardwise._estimate.kernels.fused import Block
+from shardwise._estimate.program.partitioning import Op, Program, partition
+from shardwise._estimate.program.simplify import simplified
 from shardwise._hlo import Shape
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise._estimate.hiding import hiding_order
-from shardwise._estimate.partition import Op
-from shardwise._estimate.windows import Kernel
+from shardwise._estimate.kernels.hiding import hiding_order
+from shardwise._estimate.kernels.windows import Kernel
+from shardwise._estimate.program.partitioning import Op
 
 
 def kernel(kind, reads, writes):

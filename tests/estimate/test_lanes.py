@@ -2,9 +2,9 @@
 
 import pytest
 
-from shardwise._estimate.lanes import heads_of, padded
-from shardwise._estimate.partition import Op
-from shardwise._estimate.windows import Kernel
+from shardwise._estimate.kernels.lanes import heads_of, padded
+from shardwise._estimate.kernels.windows import Kernel
+from shardwise._estimate.program.partitioning import Op
 from shardwise._hlo import Shape
 
 ROWS = (4, 16, 1024)

@@ -8,9 +8,9 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise import models
-from shardwise._estimate.orders import forward_of, written
-from shardwise._estimate.partition import partition
-from shardwise._estimate.scattering import in_tiles
+from shardwise._estimate.kernels.scattering import in_tiles
+from shardwise._estimate.program.orders import forward_of, written
+from shardwise._estimate.program.partitioning import partition
 from shardwise._hlo import Shape, convolution_flops
 
 # Dtype, sum, which dim each device keeps a part of, over how many devices; whether v5p scatters it.

@@ -14,15 +14,19 @@ from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
 from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
-from .combining import combined
-from .fused import COLLECTIVES, Block, size_of
-from .hiding import hiding_order
-from .lanes import heads_of, padded
-from .memory import peak_of
-from .orders import forward_of, numbers_of, written
-from .partition import Program
-from .rewrites import rewritten
-from .windows import Kernel
+from .kernels import (
+    COLLECTIVES,
+    Block,
+    Kernel,
+    combined,
+    heads_of,
+    hiding_order,
+    padded,
+    peak_of,
+    rewritten,
+    size_of,
+)
+from .program import Program, forward_of, numbers_of, written
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
           "all-to-all": "all_to_all", "collective-permute": "ppermute"}  # fmt: skip

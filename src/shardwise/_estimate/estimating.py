@@ -11,9 +11,8 @@ from .._layout import Layout, Method, require_layout
 from .._mesh import AnyMesh, show_mesh
 from .._time import Calibration, load_calibration
 from .estimates import Estimate, estimate_of
-from .memory import placed
-from .partition import Program, partition
-from .simplify import simplified
+from .kernels import placed
+from .program import Program, partition, simplified
 
 
 @public

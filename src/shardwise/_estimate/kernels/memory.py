@@ -9,9 +9,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from ..program import Op, Program
 from .fused import Block
 from .lanes import LANES
-from .partition import Op, Program
 from .windows import Kernel
 
 # Products in up to so many parts are no loop: they compute their operands like whole ones.

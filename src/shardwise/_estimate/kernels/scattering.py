@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections import defaultdict
 
-from .._hlo import Shape
-from .partition import Op
+from ..._hlo import Shape
+from ..program import Op
 from .windows import RINGS
 
 # Other names for the same memory.

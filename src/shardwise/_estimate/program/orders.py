@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from .._hlo import Instruction, Shape
-from .partition import Op
+from ..._hlo import Instruction, Shape
+from .partitioning import Op
 
 Order = tuple[int, ...]
 _SAME = {"convert", "slice", "dynamic_slice", "pad", "concatenate", "dynamic_update_slice", "copy",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .partition import Op, Program
+from .partitioning import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
 _MERGED = {"all-gather", "all-reduce", "reduce-scatter", "convert", "dynamic_slice", "reshape"}

@@ -11,10 +11,9 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from .._hlo import Shape
+from ..._hlo import Shape
+from ..program import Op, Program, numbers_of
 from .fused import COLLECTIVES
-from .orders import numbers_of
-from .partition import Op, Program
 from .windows import WIDE
 
 # A result of these is as precise as the operands that are given here; None for all of them.

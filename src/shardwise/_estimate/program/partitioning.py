@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from .._hlo import Shape, unpartitioned
-from .._jax import mlir_bindings
+from ..._hlo import Shape, unpartitioned
+from ..._jax import mlir_bindings
 
 _PASSES = (
     "builtin.module(sdy-propagation-pipeline,func.func("

@@ -11,9 +11,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from .._hlo import Access, Shape
-from .orders import dims_of, numbers_of
-from .partition import Op
+from ..._hlo import Access, Shape
+from ..program import Op, dims_of, numbers_of
 
 # Devices over which products are computed in parts: seen for 4, 8 and 16, not for 2, nor for 64 of
 # 256; nor for the 4 of one host.

@@ -12,9 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .._hlo import Shape
-from .orders import Orders, dims_of, numbers_of
-from .partition import Op, Program
+from ..._hlo import Shape
+from ..program import Op, Orders, Program, dims_of, numbers_of
 from .scattering import ALIASES, scattered
 from .windows import Kernel, mark_windows
 

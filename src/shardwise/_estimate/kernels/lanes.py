@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from .._hlo import Access, Shape
+from ..._hlo import Access, Shape
 from .windows import Kernel
 
 LANES = 128

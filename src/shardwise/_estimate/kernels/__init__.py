@@ -1,0 +1,13 @@
+"""The kernels that a compiler makes of operations: what is fused, in which order they run, and what is alive."""
+
+from .combining import combined as combined
+from .fused import COLLECTIVES as COLLECTIVES
+from .fused import Block as Block
+from .fused import size_of as size_of
+from .hiding import hiding_order as hiding_order
+from .lanes import heads_of as heads_of
+from .lanes import padded as padded
+from .memory import peak_of as peak_of
+from .memory import placed as placed
+from .rewrites import rewritten as rewritten
+from .windows import Kernel as Kernel
