@@ -162,9 +162,11 @@ def test_a_disk_that_is_full_from_the_start(tmp_path):
             print(error)
     """
     command = ["unshare", "--map-root-user", "--mount", sys.executable, "-c"]
+    here = Path(__file__).parent
+    folders = (here, here.parent / "support", *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     done = subprocess.run(
         [*command, textwrap.dedent(script), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(str(folder) for folder in folders)},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     told = f"checkpoints cannot be saved to {tmp_path}/run: the disk is full\n"

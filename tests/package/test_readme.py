@@ -1,6 +1,7 @@
 """What the README shows is run: its Python, what it prints, and both sides of its diff."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def test_readme_blocks_print_what_they_show(tmp_path):
     usual = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     usual["PYTHONPATH"] = os.pathsep.join(sys.path)  # as pytest has it, with tests/support
     done = forked.run([sys.executable, "-c", SCRIPT, str(README)], cwd=tmp_path, env=usual)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+    # The compiler may say that it replicates one array of the step; nothing else is printed.
+    rest = re.sub(r"(?m)^W\d{4} .*Involuntary full rematerialization.*\n", "", done.stderr)
+    assert (done.returncode, done.stdout, rest) == (0, "3\n", "")
 
 
 def test_both_sides_of_the_diff_place_the_same_kernels():
