@@ -104,6 +104,24 @@ def test_tensor_parallel_reduces_over_its_axis_alone():
     assert found.tokens == 16 * 256 and found.tokens_per_second > 0
 
 
+@pytest.mark.parametrize(("channels", "groups"), [(640, 640), (64, 2), (24, 3)])
+@pytest.mark.parametrize("on", ["h100:1x8", "v5e:2x4"])
+def test_groups_of_channels_need_not_be_as_many_as_devices(channels, groups, on):
+    def make():
+        rngs = nnx.Rngs(0)
+        conv = nnx.Conv(channels, channels, (5,), feature_group_count=groups, rngs=rngs)
+        return nnx.Sequential(nnx.Linear(8, channels, rngs=rngs), conv)
+
+    recipe = sw.Recipe(
+        model=make,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((16, 32, 8), "float32"),
+    )
+    layout = sw.layout(make, sw.mesh("data=8", on=on), sw.fsdp("data", min_bytes=0))
+    assert sw.estimate(recipe, layout).seconds > 0
+
+
 def test_what_nobody_reads_is_not_priced():
     recipe = decoder()
     program = partitioned(recipe, sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp"))

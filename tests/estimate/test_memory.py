@@ -54,14 +54,15 @@ def test_offloaded_state_is_not_on_the_device():
 @pytest.mark.parametrize(
     ("capacity", "fits", "said"),
     [(300, True, "fits: "), (299, None, "may fit: "), (200, None, "may fit: ")]
-    + [(199, False, "does not fit: ")],
+    + [(199, False, "does not fit: "), (100, False, "does not fit: ")],
 )
 def test_what_fits_by_the_estimate_alone_is_not_said_to_fit(capacity, fits, said):
     found, recipe, layout = estimated("nothing_saveable")
     found = dataclasses.replace(found, peak_bytes=200, peak_bound=300, capacity=capacity)
     assert found.fits is fits and found.to_dict()["fits"] is fits
     assert found.verdict.startswith(said)
-    assert ("compile to be sure" in found.verdict) == (fits is None)
+    # A compiler that meets the limit finds other orders, so only twice as much is beyond doubt.
+    assert ("compile to be sure" in found.verdict) == (100 < capacity < 300)
     candidate = next(iter(sw.search(recipe, "v5e:1x1", compile=0).candidates))
     candidate = dataclasses.replace(candidate, estimate=found)
     assert (candidate.fits, candidate.sure) == (fits is not False, fits is not None)

@@ -219,6 +219,8 @@ def test_how_many_chips():
         ({"on": "h100:1x4", "axes": {"rows": 2}}, "a search has the axes"),
         ({"on": "x100:1x4"}, "does not name a known chip"),
         ({"on": []}, "names no chips"),
+        ({"on": "cpu:4"}, "has no step time to search for"),
+        ({"on": "h100:1x4", "compile": -1}, "compile=-1 must be at least 0"),
         ({"on": "h100:1x4", "accumulate": 0}, "not a number of microbatches"),
         ({"on": "h100:1x4", "prices": {"x1": 1.0}}, "does not name a known chip"),
     ],

@@ -119,7 +119,9 @@ class Estimate:
     def verdict(self) -> str:
         """Memory and time, in two lines, and what is not priced."""
         fits = {True: "fits", False: "does not fit", None: "may fit"}[self.fits]
-        unsure = "; compile to be sure" if self.fits is None else ""
+        # Near its limit, the compiler computes some values again and orders others anew.
+        near = self.fits is not True and self.peak_bytes < 2 * self.capacity
+        unsure = "; compile to be sure" if near else ""
         text = (
             f"{fits}: needs about {show_bytes(self.peak_bytes)} of {show_bytes(self.capacity)} "
             f"(modelled; at most {show_bytes(self.peak_bound)}{unsure}), on {self.chips}\n"
@@ -375,7 +377,8 @@ class Estimator:
         return self.machine.link("collective-permute", shard, pairs).seconds
 
     def _groups(self, op: Any) -> list[list[int]]:
-        used = [self.names.index(name) for name, _ in op.axes]
+        # An axis of which two parts are used is there twice.
+        used = list(dict.fromkeys(self.names.index(name) for name, _ in op.axes))
         others = [i for i in range(len(self.names)) if i not in used]
         members = math.prod(self.devices.shape[i] for i in used)
         arranged = self.devices.transpose(others + used).reshape(-1, members)

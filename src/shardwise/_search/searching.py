@@ -131,6 +131,12 @@ def run_search(
     names = [on] if isinstance(on, str) else list(on)
     if not names:
         raise ValueError("on= names no chips: give 'v5p:4x8x8', several of these, or 'v5p'")
+    if any(name.partition(":")[0] in ("cpu", "none") for name in names):
+        raise ValueError(
+            f"on={on!r} has no step time to search for: give chips, such as 'h100:1x8' or 'v5p'"
+        )
+    if compile < 0:
+        raise ValueError(f"compile={compile} must be at least 0: how many of the best to prove")
     for name in prices or {}:
         parse_chips(f"{name}:{_one(name)}")
     fixed = fixed_parts(**parts)

@@ -205,7 +205,8 @@ def convolution_of(
         narrowest=min((given.dims[i] for i, c in enumerate(labels[1]) if c.isdigit()), default=1),
         dilated="rhs_dilate" in instruction.attribute("window"),
         stride=math.prod(int(n) for n in stride[1].split("x")) if stride else 1,
-        groups=int(instruction.attribute("feature_group_count") or 1),
+        # A device that has a part of the channels has a part of their groups.
+        groups=min(int(instruction.attribute("feature_group_count") or 1), max(1, channels)),
         fused="Bias" in target,
         bytes=(given.nbytes, kernel.nbytes, made.nbytes),
     )
