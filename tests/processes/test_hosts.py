@@ -14,6 +14,8 @@ from forked import Forked
 from hosts import Hosts, why_not
 from test_elastic import SCRIPTS, assert_losses
 
+import shardwise as sw
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cluster"
 WHY = why_not()
 # Where namespaces may be made, CI requires it: what fails then is no reason to skip.
@@ -163,8 +165,10 @@ def test_pods_are_started_again_with_fewer_and_with_all(tmp_path):
     names = ["shardwise-train-0-0", "shardwise-train-0-1"]
     train = [str(SCRIPTS / "elastic.py"), str(tmp_path / "run")]
     with Hosts(*names, domain="shardwise") as hosts:
-        pods = Pods(hosts, tmp_path, [*train, "30", "0.01"])
+        pods = Pods(hosts, tmp_path, [*train, "30", "0.05"])
         pods.until(r"step 12/30")
+        while 10 not in sw.Checkpoints(tmp_path / "run").steps():  # saved meanwhile
+            time.sleep(0.01)
         hosts.kill(names[1])
         # JAX may abort the other before it has found out whom it lost: then it cannot name it.
         codes = pods.end()
