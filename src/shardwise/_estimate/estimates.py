@@ -13,7 +13,7 @@ import numpy as np
 from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
 from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
-from .._time import SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
+from .._time import HOT, SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
 from .kernels import (
     COLLECTIVES,
     Block,
@@ -215,8 +215,8 @@ class Estimator:
         gpu = self.machine.gpu
         if gpu is not None and first.seconds:
             total = sum(t for kind, t in first.kinds.items() if kind != "collective")
-            share = first.kinds["product"] / total if total else 0.0
-            self.slower = gpu.slowdown(share)
+            hot = sum(HOT.get(kind, 0.0) * t for kind, t in first.kinds.items())
+            self.slower = gpu.slowdown(hot / total if total else 0.0)
             if self.slower > 1.0:
                 return self._block(self.program.ops, self.program.outputs)
         return first
@@ -263,11 +263,14 @@ class Estimator:
                     now = max(now, end)
             else:
                 price = self._price(kernel, heads)
+                if price.kind in HOT:
+                    price = dataclasses.replace(price, seconds=price.seconds * self.slower)
                 spent.append(price.seconds)
                 waited = max(0.0, inputs - now)
                 run.parts["communication"] += waited
-                now = max(now, inputs) + price.seconds
+                now = max(now, inputs) + price.seconds + price.gap
                 run.parts[price.bound] += price.seconds
+                run.parts["launch"] += price.gap
                 run.kinds[price.kind] += price.seconds
                 if not price.known:
                     run.unpriced[op.attributes.get("call_target_name", op.kind).strip('"')] += 1
@@ -435,8 +438,6 @@ class Estimator:
                 self.pricer.streamed(Access(moved, 0, flops), 1.1), flops=flops
             )
         price = self.pricer.dot(shapes, numbers, flops, moved)
-        if price.kind == "product":
-            price = dataclasses.replace(price, seconds=price.seconds * self.slower)
         if kernel.windowed:
             # Each part reads and writes the whole sum, or its own piece of the result.
             moved = 2 * out.nbytes * (kernel.windowed if kernel.summed else 1)

@@ -4,6 +4,7 @@ from .calibration import Calibration as Calibration
 from .calibration import load_calibration as load_calibration
 from .cycles import torus_of as torus_of
 from .links import Link as Link
+from .pricing import HOT as HOT
 from .pricing import SPREAD as SPREAD
 from .pricing import Price as Price
 from .pricing import attention_seconds as attention_seconds

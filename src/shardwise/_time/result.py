@@ -15,7 +15,7 @@ from .._hlo import Module, cause_of
 from .calibration import Calibration
 from .cycles import TpuPricer, torus_of
 from .links import Link, gpu_seconds, slices_seconds
-from .pricing import SPREAD, GpuPricer, GpuRates, Price, gpu_rates
+from .pricing import HOT, SPREAD, GpuPricer, GpuRates, Price, gpu_rates
 from .schedule import COMPUTE, Schedule, Slice
 
 # A step is launched by the host; what the device waits for in between.
@@ -326,7 +326,7 @@ class Machine:
     def throttled(self, module: Module) -> Schedule:
         """Returns one step of a program on these chips, within their power limits."""
         slower = _throttled(self, self.schedule(module))
-        return self.schedule(module, lambda p: slower if p.kind in _HOT else 1.0)
+        return self.schedule(module, lambda p: slower if p.kind in HOT else 1.0)
 
     @functools.cached_property
     def _torus(self) -> Any:
@@ -339,16 +339,12 @@ def _standing(module: Module, s: Slice) -> str:
     return caller[1].name if caller and caller[1].opcode == "fusion" else s.instruction.name
 
 
-# What draws so much power that the clock is lowered: the shares that count, by kind.
-_HOT = {"product": 1.0, "attention": 0.5}
-
-
 def _throttled(machine: Machine, first: Schedule) -> float:
-    """Returns the factor by which products slow down in a step that does little else."""
+    """Returns the factor by which what draws most power slows down in a step that does little else."""
     if machine.gpu is None or not first.seconds:
         return 1.0
     total = sum(s.seconds * s.times for s in first.slices if s.stream == COMPUTE)
-    hot = sum(_HOT.get(s.price.kind, 0.0) * s.seconds * s.times for s in first.slices)
+    hot = sum(HOT.get(s.price.kind, 0.0) * s.seconds * s.times for s in first.slices)
     return machine.gpu.slowdown(hot / total if total else 0.0)
 
 
@@ -359,7 +355,7 @@ def time_of(
     slower = _throttled(machine, machine.schedule(module))
 
     def scaled(price: Price) -> float:
-        return slower if price.kind in _HOT else 1.0
+        return slower if price.kind in HOT else 1.0
 
     schedule = machine.schedule(module, scaled)
     seconds = machine.at_least(schedule.seconds)

@@ -4,6 +4,7 @@ from .kernels import GpuPricer as GpuPricer
 from .kernels import attention_seconds as attention_seconds
 from .kernels import product_seconds as product_seconds
 from .price import FREE as FREE
+from .price import HOT as HOT
 from .price import SPREAD as SPREAD
 from .price import Price as Price
 from .rates import GpuRates as GpuRates

@@ -228,7 +228,7 @@ def convolved_seconds(
     if found.groups > 1:
         return _grouped(found, *machine)
     if found.fused and max(found.window) >= (32 if len(found.window) == 1 else 14):
-        return kernel + _with_bias(found, bandwidth)
+        return kernel + _with_bias(found, rate * cores)
     if found.taps > max(128, 8 * found.stride):
         return _whole(found, *machine)
     return _dense(found, *machine)
@@ -362,7 +362,7 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     return kernel + seconds + own.converted * sum(found.bytes) / bandwidth
 
 
-def _with_bias(found: Convolution, bandwidth: float) -> float:
+def _with_bias(found: Convolution, rate: float) -> float:
     """Returns the seconds of a large window to which a bias is added.
 
     In float32, the one kernel for that goes without shared memory; in bfloat16, one without tensor
@@ -370,12 +370,10 @@ def _with_bias(found: Convolution, bandwidth: float) -> float:
     """
     flops = 2.0 * found.made * found.taps
     if found.wide:
-        seconds = flops * found.features * max(10, found.channels) / 86e12
-    elif len(found.window) == 1:
-        seconds = flops * _up(found.features, 128) * found.channels / 21.7e12
-    else:
-        seconds = flops * found.features * found.channels / 28e12
-    return seconds * _MEASURED_BANDWIDTH / bandwidth
+        return flops * found.features * max(10, found.channels) / (0.14 * rate)
+    if len(found.window) == 1:
+        return flops * _up(found.features, 128) * found.channels / (0.0207 * rate)
+    return flops * found.features * found.channels / (0.0266 * rate)
 
 
 def _grouped(found: Convolution, rate: float, cores: int, bandwidth: float, kernel: float) -> float:

@@ -103,7 +103,7 @@ def _transposed(
 
 
 def _swaps(way: str) -> bool:
-    """Returns whether a transpose exchanges the last two dims and nothing else."""
+    """Returns whether a transpose exchanges the last two dims alone, or brings the first to the end."""
     found = [int(n) for n in re.findall(r"\d+", way)]
     count = len(found)
     return found == [*range(count - 2), count - 1, count - 2] or found[-1] == 0

@@ -304,9 +304,7 @@ class GpuPricer:
         if "fmha" in target and shapes:
             return self.attention(instruction, target, shapes, flops or 0, access.total)
         if "__cudnn$conv" in target and shapes:
-            # It is in no CUDA graph: those before and after it are launched apart.
-            price = self.convolved(instruction, shapes, target, flops or 0, access.total)
-            return dataclasses.replace(price, gap=1.7 * self.rates.kernel)
+            return self.convolved(instruction, shapes, target, flops or 0, access.total)
         if "TopK" in target or "sort" in target.lower():
             return self.sort(instruction, access)
         if flops:
@@ -333,7 +331,16 @@ class GpuPricer:
     def convolved(
         self, instruction: Instruction, shapes: list[Shape], target: str, flops: int, moved: int
     ) -> Price:
-        """Returns the price of a convolution."""
+        """Returns the price of a convolution.
+
+        It is in no CUDA graph: those before and after it are launched apart.
+        """
+        price = self._convolution(instruction, shapes, target, flops, moved)
+        return dataclasses.replace(price, gap=1.7 * self.rates.kernel)
+
+    def _convolution(
+        self, instruction: Instruction, shapes: list[Shape], target: str, flops: int, moved: int
+    ) -> Price:
         rates, found = self.rates, convolution_of(instruction, shapes, target)
         if found is None:
             streamed = moved / rates.bandwidth

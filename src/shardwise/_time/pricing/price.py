@@ -18,6 +18,9 @@ SPREAD = {
     "unknown": 1.0,
 }
 
+# What draws so much power that a GPU lowers its clock: the shares that count, by kind.
+HOT = {"product": 1.0, "attention": 0.5}
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Price:
