@@ -6,7 +6,7 @@ import optax
 import others
 import recipes
 from flax import nnx
-from recipes import BF16, array, decoder_of, images, ints, mlp, of
+from recipes import BF16, array, decoder_of, images, ints, mlp, of, vit
 
 
 def gpt(vocab, width, heads, layers, batch, **options):
@@ -309,6 +309,93 @@ NINTH = {
     ),
 }  # fmt: skip
 
+TENTH = {
+    # Decoders of several shapes.
+    "decoder 1344, 1.5k, tied, GQA": lambda: decoder_of(
+        4, 1344, 3584, 21, (8, 1536), vocab=48000, config={"kv_heads": 7, "tied": True}
+    ),
+    "decoder 448, f32, 128 long": lambda: decoder_of(
+        6, 448, 1280, 7, (48, 128), vocab=10000, compute_dtype=None
+    ),
+    "decoder 1920, 4k, scanned, dots saved": lambda: decoder_of(
+        5, 1920, 5120, 15, (3, 4096), config={"scan": True, "remat": "dots_saveable"}
+    ),
+    "decoder 832, 6 parts, adam": lambda: decoder_of(
+        5, 832, 2240, 13, (24, 768), vocab=24000, accumulate=6, optimizer=optax.adam(1e-3)
+    ),
+    "decoder 640, 12k": lambda: decoder_of(3, 640, 1728, 5, (1, 12288)),
+    "decoder 2816, f32, lamb": lambda: decoder_of(
+        2, 2816, 7552, 22, (2, 1024), compute_dtype=None, optimizer=optax.lamb(1e-3)
+    ),
+    "decoder 1216, all recomputed, f32, sgd": lambda: decoder_of(
+        4, 1216, 3328, 19, (8, 512), vocab=16000, compute_dtype=None,
+        optimizer=optax.sgd(0.1, momentum=0.9), config={"remat": "nothing_saveable"},
+    ),
+    "experts 20 of 576, scanned, recomputed": lambda: decoder_of(
+        5, 576, 1536, 9, (12, 768),
+        config={
+            "experts": 20, "chosen": 2, "capacity": 1.25, "scan": True, "remat": "nothing_saveable"
+        },
+    ),
+    "experts 8 of 1024, f32": lambda: decoder_of(
+        2, 1024, 2560, 16, (6, 640), vocab=20000, compute_dtype=None,
+        config={"experts": 8, "chosen": 1, "capacity": 1.5},
+    ),
+    # Other transformers.
+    "GPT 512, f32, adafactor": lambda: gpt(
+        24000, 512, 8, 5, (16, 384), optimizer=optax.adafactor(1e-3)
+    ),
+    "BERT 640, bf16, adam": lambda: of(
+        lambda: others.Bert(28000, 640, 10, 5, 192, nnx.Rngs(0)),
+        others.masked_loss, ints(64, 192), ints(64, 192), optimizer=optax.adam(1e-4), **BF16,
+    ),
+    "rotary 896, scanned, f32": lambda: of(
+        lambda: others.ScannedRotary(20000, 896, 14, 2, 2432, 5, nnx.Rngs(0)),
+        others.causal_loss, ints(6, 769),
+    ),
+    "ViT 448, f32, 160": lambda: vit(64, 160, 16, 448, 7, 5),
+    "ViT 896, bf16, lion": lambda: vit(
+        40, 224, 16, 896, 14, 4, optimizer=optax.lion(1e-4), **BF16
+    ),
+    "DiT 448, bf16": lambda: of(
+        lambda: others.DiffusionTransformer(196, 16, 448, 7, 6, nnx.Rngs(0)),
+        others.diffusion_loss, array((64, 196, 16)), array((64, 196, 16)), array((64,)), ints(64),
+        **BF16,
+    ),
+    "mixer 640, bf16": lambda: of(
+        lambda: own.Mixer(225, 640, 5, nnx.Rngs(0)),
+        own.squared, array((48, 225, 640)), array((48, 225, 640)), **BF16,
+    ),
+    # Convolutions.
+    "ResNet-50, f32, 128": lambda: images(
+        lambda: own.ResNet((3, 4, 6, 3), nnx.Rngs(0)), 48, 128
+    ),
+    "ResNet-38, bf16, 192": lambda: images(
+        lambda: own.ResNet((3, 3, 3, 3), nnx.Rngs(0)), 80, 192, **BF16
+    ),
+    "ConvNeXt 160, f32": lambda: images(
+        lambda: own.ConvNext(160, 5, 1000, nnx.Rngs(0)), 48, 192
+    ),
+    "UNet 48, bf16": lambda: of(
+        lambda: own.UNet(48, nnx.Rngs(0)),
+        own.squared, array((20, 144, 144, 3)), array((20, 144, 144, 3)), **BF16,
+    ),
+    "VGG 8, f32": lambda: images(
+        lambda: own.Vgg(((64, 1), (128, 2), (256, 2), (384, 2)), nnx.Rngs(0)), 40, 96
+    ),
+    "wide ResNet 112, f32": lambda: images(
+        lambda: own.WideResNet(((112, 2), (224, 2), (448, 2)), nnx.Rngs(0)), 128, 40
+    ),
+    # Plain networks.
+    "MLP 1536, bf16, momentum": lambda: mlp(
+        20000, (1536,) * 7, optimizer=optax.sgd(0.1, momentum=0.9), **BF16
+    ),
+    "MLP 6000, f32, 3 parts": lambda: mlp(6144, (1200, 6000, 6000, 1200), accumulate=3),
+    "GRU 768, f32": lambda: of(
+        lambda: own.Recurrent(9000, 768, nnx.Rngs(0)), own.next_token, ints(64, 73)
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
@@ -318,5 +405,6 @@ ROUNDS = {
     "seventh": SEVENTH,
     "eighth": EIGHTH,
     "ninth": NINTH,
+    "tenth": TENTH,
 }
-RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH
+RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH | TENTH
