@@ -396,6 +396,93 @@ TENTH = {
     ),
 }  # fmt: skip
 
+ELEVENTH = {
+    # Decoders of several shapes.
+    "decoder 2176, GQA, 28k words": lambda: decoder_of(
+        3, 2176, 5888, 17, (6, 1280), vocab=28000, config={"kv_heads": 1}
+    ),
+    "decoder 896, 6k, window": lambda: decoder_of(
+        4, 896, 2432, 7, (2, 6144), config={"window": 1024, "period": 2}
+    ),
+    "decoder 1728, scanned, recomputed, momentum": lambda: decoder_of(
+        7, 1728, 4608, 27, (10, 768), vocab=20000, optimizer=optax.sgd(0.1, momentum=0.9),
+        config={"scan": True, "remat": "nothing_saveable"},
+    ),
+    "decoder 960, f32, 1k, GQA": lambda: decoder_of(
+        4, 960, 2560, 15, (6, 1024), vocab=30000, compute_dtype=None, config={"kv_heads": 3}
+    ),
+    "decoder 384, bf16, 192 long, lamb": lambda: decoder_of(
+        8, 384, 1024, 6, (96, 192), vocab=12000, optimizer=optax.lamb(1e-3)
+    ),
+    "decoder 3584, dots saved, adafactor": lambda: decoder_of(
+        2, 3584, 9728, 28, (3, 2048), optimizer=optax.adafactor(1e-3),
+        config={"remat": "dots_saveable"},
+    ),
+    "decoder 1088, f32, 4 parts, scanned": lambda: decoder_of(
+        4, 1088, 2944, 17, (16, 512), vocab=16000, compute_dtype=None, accumulate=4,
+        config={"scan": True},
+    ),
+    "experts 14 of 704, top 2": lambda: decoder_of(
+        3, 704, 1920, 11, (14, 768), vocab=24000,
+        config={"experts": 14, "chosen": 2, "capacity": 1.25},
+    ),
+    "experts 4 of 1536, top 1, lion": lambda: decoder_of(
+        3, 1536, 4096, 12, (6, 1536), optimizer=optax.lion(1e-4),
+        config={"experts": 4, "chosen": 1, "capacity": 1.25},
+    ),
+    # Other transformers.
+    "GPT 640, bf16, dropout, 2 parts": lambda: gpt(
+        40000, 640, 10, 6, (16, 768), accumulate=2, **BF16
+    ),
+    "encoder 384, bf16, 640 long": lambda: of(
+        lambda: own.Encoder(16000, 384, 6, 6, 2, nnx.Rngs(0)),
+        own.classified, ints(32, 640), ints(32), **BF16,
+    ),
+    "encoder-decoder 448, f32": lambda: of(
+        lambda: own.EncoderDecoder(16000, 448, 7, 3, nnx.Rngs(0)),
+        own.translated, ints(24, 256), ints(24, 193),
+    ),
+    "ViT 576, f32, patches of 12": lambda: vit(32, 192, 12, 576, 9, 4),
+    "ViT 704, bf16, 288, sgd": lambda: vit(
+        32, 288, 16, 704, 11, 5, optimizer=optax.sgd(0.1, momentum=0.9), **BF16
+    ),
+    "mixer 448, f32": lambda: of(
+        lambda: own.Mixer(180, 448, 5, nnx.Rngs(0)),
+        own.squared, array((56, 180, 448)), array((56, 180, 448)),
+    ),
+    # Convolutions.
+    "ResNet-50, bf16, 160, adamw": lambda: images(
+        lambda: own.ResNet((3, 4, 6, 3), nnx.Rngs(0)), 96, 160, **BF16
+    ),
+    "ResNet-18, f32, 144": lambda: images(
+        lambda: others.BasicResNet((2, 2, 2, 2), nnx.Rngs(0)), 72, 144
+    ),
+    "ConvNeXt 224, bf16": lambda: images(
+        lambda: own.ConvNext(224, 5, 1000, nnx.Rngs(0)), 56, 192, **BF16
+    ),
+    "UNet 80, f32": lambda: of(
+        lambda: own.UNet(80, nnx.Rngs(0)),
+        own.squared, array((12, 96, 96, 3)), array((12, 96, 96, 3)),
+    ),
+    "autoencoder 64, bf16": lambda: of(
+        lambda: own.AutoEncoder((64, 128, 256, 512), nnx.Rngs(0)),
+        own.squared, array((48, 128, 128, 3)), array((48, 128, 128, 3)), **BF16,
+    ),
+    # Plain networks.
+    "MLP 3584, bf16, adamw": lambda: mlp(9000, (3584,) * 5, **BF16),
+    "MLP 1280 and 2560, f32, lamb": lambda: mlp(
+        10000, (1280, 2560, 1280, 2560, 1280), optimizer=optax.lamb(1e-3)
+    ),
+    "MLP 4608, dropout, bf16": lambda: of(
+        lambda: own.Mlp((4608,) * 4, nnx.Rngs(0), nnx.gelu, 0.2),
+        own.squared, array((6000, 4608)), array((6000, 4608)), **BF16,
+    ),
+    "LSTM 640, bf16": lambda: of(
+        lambda: own.Recurrent(8000, 640, nnx.Rngs(0), nnx.LSTMCell), own.next_token, ints(80, 65),
+        **BF16,
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
@@ -406,5 +493,6 @@ ROUNDS = {
     "eighth": EIGHTH,
     "ninth": NINTH,
     "tenth": TENTH,
+    "eleventh": ELEVENTH,
 }
-RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH | TENTH
+RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH | TENTH | ELEVENTH

@@ -317,12 +317,17 @@ def _copied(found: Convolution, own: Convolutions, bandwidth: float) -> float:
         if found.fused and found.wide:
             passes += 2 * outputs
         return passes / (own.laid_out * bandwidth)
-    seconds = 0.0
-    for size, channels in ((inputs, found.channels), (outputs, found.features)):
-        if channels % own.aligned:
-            padded = size * _up(channels, own.aligned) / channels
-            seconds += 2e-6 + (size + padded) / (0.42 * bandwidth) + padded / bandwidth
-    return seconds
+    return _padded(inputs, found.channels, own.aligned, bandwidth) + _padded(
+        outputs, found.features, own.aligned, bandwidth
+    )
+
+
+def _padded(size: int, channels: int, aligned: int, bandwidth: float) -> float:
+    """Returns the seconds in which an array is copied to channels that kernels take."""
+    if channels % aligned == 0:
+        return 0.0
+    padded = size * _up(channels, aligned) / channels
+    return 2e-6 + (size + padded) / (0.42 * bandwidth) + padded / bandwidth
 
 
 def _from_images(
@@ -359,7 +364,11 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     contracted = found.taps * _up(found.channels, chunk)
     waves = -(-(-(-found.made // m) * -(-found.features // n)) // cores)
     seconds = waves * 2 * m * n * contracted / (share * rate)
-    return kernel + seconds + own.converted * sum(found.bytes) / bandwidth
+    seconds += own.converted * sum(found.bytes) / bandwidth
+    if not found.wide:
+        for size in found.bytes[:2]:
+            seconds += _padded(size, found.channels, own.aligned, bandwidth)
+    return kernel + seconds
 
 
 def _with_bias(found: Convolution, rate: float) -> float:
