@@ -483,6 +483,89 @@ ELEVENTH = {
     ),
 }  # fmt: skip
 
+TWELFTH = {
+    # Decoders of several shapes.
+    "decoder 1152, bf16, 3k, dots saved": lambda: decoder_of(
+        5, 1152, 3072, 9, (4, 3072), config={"remat": "dots_saveable", "kv_heads": 3}
+    ),
+    "decoder 1792, scanned, lion": lambda: decoder_of(
+        6, 1792, 4864, 14, (8, 1024), vocab=24000, optimizer=optax.lion(1e-4),
+        config={"scan": True, "remat": "dots_with_no_batch_dims_saveable"},
+    ),
+    "decoder 640, f32, 768, all recomputed": lambda: decoder_of(
+        6, 640, 1728, 10, (12, 768), vocab=20000, compute_dtype=None,
+        config={"remat": "nothing_saveable"},
+    ),
+    "decoder 2816, 4 parts, adafactor": lambda: decoder_of(
+        2, 2816, 7680, 22, (8, 1024), accumulate=4, optimizer=optax.adafactor(1e-3)
+    ),
+    "decoder 1024, 8k, window": lambda: decoder_of(
+        4, 1024, 2816, 16, (1, 8192), config={"window": 2048, "period": 4}
+    ),
+    "decoder 768, tied words, momentum": lambda: decoder_of(
+        6, 768, 2048, 12, (16, 512), vocab=48000, config={"tied": True},
+        optimizer=optax.sgd(0.1, momentum=0.9),
+    ),
+    "experts 8 of 896, scanned": lambda: decoder_of(
+        4, 896, 2432, 14, (10, 1024),
+        config={"experts": 8, "chosen": 2, "capacity": 1.25, "scan": True},
+    ),
+    "experts 6 of 768, f32": lambda: decoder_of(
+        3, 768, 2048, 12, (8, 512), vocab=16000, compute_dtype=None,
+        config={"experts": 6, "chosen": 2, "capacity": 1.25},
+    ),
+    # Other transformers.
+    "GPT 512, f32, dropout, 1k": lambda: gpt(30000, 512, 8, 5, (10, 1024)),
+    "rotary 768, nnx.scan, bf16": lambda: of(
+        lambda: others.ScannedRotary(20000, 768, 12, 4, 2048, 7, nnx.Rngs(0)),
+        others.causal_loss, ints(16, 769), **BF16,
+    ),
+    "encoder 640, f32, 320 long": lambda: of(
+        lambda: own.Encoder(24000, 640, 10, 5, 3, nnx.Rngs(0)),
+        own.classified, ints(32, 320), ints(32),
+    ),
+    "ViT 512, bf16, 240, lamb": lambda: vit(
+        64, 240, 16, 512, 8, 6, optimizer=optax.lamb(1e-3), **BF16
+    ),
+    "ViT 640, f32, 4 parts": lambda: vit(64, 160, 16, 640, 10, 5, accumulate=4),
+    "diffusion transformer 640, bf16": lambda: of(
+        lambda: others.DiffusionTransformer(256, 16, 640, 10, 5, nnx.Rngs(0)),
+        others.diffusion_loss, array((40, 256, 16)), array((40,)), array((40, 256, 16)), **BF16,
+    ),
+    # Convolutions.
+    "ResNet-50, bf16, 192, lion": lambda: images(
+        lambda: own.ResNet((3, 4, 6, 3), nnx.Rngs(0)), 64, 192, optimizer=optax.lion(1e-4), **BF16
+    ),
+    "ResNet-26, f32, 128": lambda: images(
+        lambda: own.ResNet((2, 2, 2, 2), nnx.Rngs(0)), 80, 128
+    ),
+    "VGG, bf16, 112": lambda: images(
+        lambda: own.Vgg(((64, 1), (128, 2), (256, 2), (512, 2)), nnx.Rngs(0)), 64, 112, **BF16
+    ),
+    "wide ResNet 96, bf16": lambda: images(
+        lambda: own.WideResNet(((96, 2), (192, 2), (384, 2)), nnx.Rngs(0)), 160, 32, **BF16
+    ),
+    "ConvNeXt 128, f32": lambda: images(
+        lambda: own.ConvNext(128, 6, 1000, nnx.Rngs(0)), 48, 160
+    ),
+    "UNet 64, bf16": lambda: of(
+        lambda: own.UNet(64, nnx.Rngs(0)),
+        own.squared, array((24, 112, 112, 3)), array((24, 112, 112, 3)), **BF16,
+    ),
+    "autoencoder 48, f32": lambda: of(
+        lambda: own.AutoEncoder((48, 96, 192), nnx.Rngs(0)),
+        own.squared, array((32, 96, 96, 3)), array((32, 96, 96, 3)),
+    ),
+    # Plain networks.
+    "MLP 2304, bf16, 2 parts": lambda: mlp(12288, (2304,) * 6, accumulate=2, **BF16),
+    "MLP 1024, f32, adafactor": lambda: mlp(
+        16384, (1024, 4096, 1024, 4096, 1024), optimizer=optax.adafactor(1e-3)
+    ),
+    "MLP 7168, bf16, lion": lambda: mlp(
+        4096, (7168, 7168, 7168), optimizer=optax.lion(1e-4), **BF16
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
@@ -494,5 +577,6 @@ ROUNDS = {
     "ninth": NINTH,
     "tenth": TENTH,
     "eleventh": ELEVENTH,
+    "twelfth": TWELFTH,
 }
-RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH | TENTH | ELEVENTH
+RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH | TENTH | ELEVENTH | TWELFTH

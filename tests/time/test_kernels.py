@@ -214,3 +214,99 @@ def test_the_clock_falls_where_products_and_attention_fill_the_step():
     shares = [H200.slowdown(share) for share in (0.3, 0.5, 0.7, 0.9)]
     assert shares[0] == 1.0 and shares == sorted(shares)
     assert shares[-1] < 1.2
+
+
+def attended(window):
+    """Returns the price of a causal attention whose queries see so many keys, or all: 0."""
+    shape = "bf16[2,6144,7,128]{3,2,1,0}"
+    return price_of(
+        "\n".join(f"  %{n} = {shape} parameter({i})" for i, n in enumerate("abc"))
+        + "\n  ROOT %k = (bf16[2,7,6144,128]{3,1,2,0}, f32[2,7,6144]{2,1,0}) "
+        'custom-call(%a, %b, %c), custom_call_target="__cudnn$fmhaSoftmax", '
+        'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL",'
+        f'"sliding_window_length":{window}}}}}'
+    )
+
+
+def test_a_sliding_window_leaves_keys_out():
+    full, near = attended(0), attended(1024)
+    assert near.flops == 4 * 2 * 7 * 128 * (1024 * 6144 - 1024**2 // 2)
+    assert near.seconds == pytest.approx(106.9 * MICRO, rel=0.2)
+    assert full.seconds == pytest.approx(269 * MICRO, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "images", "filters", "out", "window", "microseconds"),
+    [
+        # The gradients of transposed convolutions, with the batch for channels.
+        ("bf16", "64,64,64,48", "64,64,64,48", "3,4,4,64", 64, 1101.8),
+        ("bf16", "128,32,32,48", "64,32,32,48", "64,4,4,128", 32, 280.9),
+        ("f32", "80,96,96,12", "160,48,48,12", "80,2,2,160", 48, 1113.2),
+    ],
+)
+def test_gradients_written_as_convolutions(dtype, images, filters, out, window, microseconds):
+    found = price_of(
+        f"  %a = {dtype}[{images}]{{3,2,1,0}} parameter(0)\n"
+        f"  %b = {dtype}[{filters}]{{3,2,1,0}} parameter(1)\n"
+        f"  ROOT %k = ({dtype}[{out}]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%a, %b), "
+        f"window={{size={window}x{window} rhs_dilate=2x2}}, dim_labels=b01f_o01i->b01f, "
+        'custom_call_target="__cudnn$convForward"'
+    )
+    assert found.seconds == pytest.approx(microseconds * MICRO, rel=0.15)
+
+
+def transposed(kind, last):
+    """Returns the price of a transpose that brings the batch of some images last."""
+    given, made = f"f32[{last},96,96,80]{{3,2,1,0}}", f"f32[80,96,96,{last}]{{3,2,1,0}}"
+    inner = f"""%inner (p0: f32[{last},96,96,80]) -> f32[80,96,96,{last}] {{
+  %p0 = {given} parameter(0)
+  ROOT %t = {made} transpose(%p0), dimensions={{3,1,2,0}}
+}}"""
+    return price_of(
+        f"  %a = {given} parameter(0)\n  ROOT %k = {made} fusion(%a), kind={kind}, calls=%inner",
+        inner,
+    )
+
+
+def test_a_transpose_that_puts_few_last_reads_single_elements():
+    assert transposed("kLoop", 12).seconds == pytest.approx(70.4 * MICRO, rel=0.15)
+    assert transposed("kInput", 48).seconds < 2 * transposed("kLoop", 12).seconds
+
+
+def updated(filters, turned):
+    """Returns the price of an Adam update of a filter, of weights turned before it or in it."""
+    rows, columns = filters
+    mine, theirs = f"f32[1,1,{rows},{columns}]{{3,2,1,0}}", f"f32[{columns},1,1,{rows}]{{3,2,1,0}}"
+    names = ["mu", "nu", "w"]
+    given = [mine, mine, theirs if turned else mine]
+    lines = [
+        f"  %{n} = {s} parameter({i})" for i, (n, s) in enumerate(zip(names, given, strict=True))
+    ]
+    lines.append(f"  %g = {theirs} parameter(3)")
+    found = []
+    for n, shape in zip(names, given, strict=True):
+        if shape == mine:
+            lines.append(f"  %{n}t = {theirs} transpose(%{n}), dimensions={{3,0,1,2}}")
+        lines.append(f"  %{n}a = {theirs} add(%{n if shape != mine else n + 't'}, %g)")
+        lines.append(f"  %{n}o = {mine} transpose(%{n}a), dimensions={{1,2,3,0}}")
+        found.append(f"%{n}o")
+    out = f"({mine}, {mine}, {mine})"
+    lines.append(f"  ROOT %all = {out} tuple({', '.join(found)})")
+    signature = ", ".join(
+        f"{n}: {s.split('{')[0]}" for n, s in zip([*names, "g"], [*given, theirs], strict=True)
+    )
+    inner = f"%inner ({signature}) -> {out} {{\n" + "\n".join(lines) + "\n}"
+    outer = [
+        f"  %{n} = {s} parameter({i})" for i, (n, s) in enumerate(zip(names, given, strict=True))
+    ]
+    return price_of(
+        "\n".join([*outer, f"  %g = {theirs} parameter(3)"])
+        + f"\n  ROOT %k = {out} fusion(%mu, %nu, %w, %g), kind=kInput, calls=%inner",
+        inner,
+    )
+
+
+def test_updates_of_filters_of_single_pixels():
+    assert updated((256, 1024), turned=True).seconds == pytest.approx(5.9 * MICRO, rel=0.5)
+    assert updated((1024, 2048), turned=True).seconds == pytest.approx(41.3 * MICRO, rel=0.3)
+    assert updated((256, 1024), turned=False).seconds == pytest.approx(49 * MICRO, rel=0.1)

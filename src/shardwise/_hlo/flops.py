@@ -161,12 +161,23 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
         return splash
     fmha = _FMHA.match(target)
     if fmha and len(shapes) >= 2 and len(shapes[0].dims) == 4:
-        # Two products forward, five backward, halved by a causal mask.
+        # Two products forward, five backward, of the pairs that the mask leaves.
         batch, length, heads, depth = shapes[0].dims
-        each = 2 * batch * heads * length * shapes[1].dims[1] * depth
         products = 5 if "Backward" in fmha[1] else 2
-        return each * products // (2 if "CAUSAL" in instruction.rest else 1)
+        pairs = _pairs(instruction, length, shapes[1].dims[1])
+        return 2 * batch * heads * pairs * depth * products
     return None
+
+
+def _pairs(attention: Instruction, queries: int, keys: int) -> int:
+    """Returns how many pairs of a query and a key a call of cuDNN's attention multiplies."""
+    if "CAUSAL" not in attention.rest:
+        return queries * keys
+    window = re.search(r'"sliding_window_length":(\d+)', attention.rest)
+    nearest = int(window[1]) if window else 0
+    if 0 < nearest < queries:
+        return nearest * (2 * queries - nearest) // 2
+    return queries * keys // 2
 
 
 def convolution_flops(

@@ -53,7 +53,8 @@ class Convolutions:
         towards_filter: gradients of filters.
         images: filters' gradients from fewer than eight channels: the share of a product's rate.
         whole: gradients written as a convolution whose window is another gradient: the size of
-            their tiles, the share of the rate, and its share where the window is wider than 32.
+            their tiles, the share of the rate, and its share where the window is wider than 32 and
+            channels are few.
         converted: how often those stream their arrays to lay them out anew.
         aligned: kernels take multiples of so many channels; others are copied to such first.
         laid_out: bytes per second, of those that the memory streams, at which arrays of three
@@ -357,10 +358,12 @@ def _whole(found: Convolution, rate: float, cores: int, bandwidth: float, kernel
     chunk = 16 if found.wide else 64 if found.channels > 32 else 32
     if len(found.window) == 1:
         share *= 0.63 if found.wide else 0.97
-    elif max(found.window) > 32:
+    elif max(found.window) > 32 and chunk < 64:
         share = wider
     elif not found.wide and chunk == 32:
         share *= 0.78
+    if found.wide and found.channels < 16:
+        share /= 1.35  # a step of the tile spans two places of the window
     contracted = found.taps * _up(found.channels, chunk)
     waves = -(-(-(-found.made // m) * -(-found.features // n)) // cores)
     seconds = waves * 2 * m * n * contracted / (share * rate)

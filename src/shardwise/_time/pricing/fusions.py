@@ -25,7 +25,7 @@ def penalty_of(fusion: Instruction, inside: Sequence[Instruction]) -> float:
     narrow = largest is not None and largest.nbytes <= 2 * largest.size
     penalty = _padded(inside, found, written, narrow=narrow)
     if "transpose" in found:
-        penalty = _transposed(inside, penalty, largest, triton=triton, narrow=narrow)
+        penalty = _transposed(fusion, inside, penalty, triton=triton, narrow=narrow)
     if "reduce" in found and triton:
         penalty = max(penalty, _by_rows(fusion, inside, narrow=narrow))
     elif "reduce" in found:
@@ -60,9 +60,9 @@ def _padded(inside: Sequence[Instruction], found: set[str], written: int, *, nar
 
 
 def _transposed(
+    fusion: Instruction,
     inside: Sequence[Instruction],
     penalty: float,
-    largest: Shape | None,
     *,
     triton: bool,
     narrow: bool,
@@ -70,6 +70,7 @@ def _transposed(
     """Returns how much slower than a copy a fusion streams that transposes."""
     transposes = [i for i in inside if i.opcode == "transpose"]
     ways = [i.attribute("dimensions") for i in transposes]
+    largest = max(inside[-1].shapes, key=lambda s: s.size, default=None)
     dims = largest.dims if largest is not None else ()
     if _nested(inside):
         # Only the outermost goes through shared memory: those below it read single elements.
@@ -93,6 +94,8 @@ def _transposed(
         factor = 1.05 if len(ways) == 1 else 1.15
         if len(ways) == 1 and len(dims) > 3 and _turned(ways):
             factor = 2.2 if narrow else 1.45
+            if "kind=kLoop" in fusion.rest:
+                factor = max(factor, _few_last(inside))
         if narrow and "pad" in {i.opcode for i in inside} and penalty > 2:
             factor = 2.8  # both halves of a gated layer's gradient, then transposed
         if narrow and any(n % 2 for s in inside[-1].shapes for n in s.dims[-1:]):
@@ -100,6 +103,19 @@ def _transposed(
     else:
         factor = 1.7
     return max(penalty * 1.1, factor) if penalty > 1.0 else factor
+
+
+def _few_last(inside: Sequence[Instruction]) -> float:
+    """Returns how much slower than a copy a fusion streams that puts a dim of a few last.
+
+    Dims shorter than 16 do not go through shared memory: each element is read from a place of its
+    own, and as many bytes come with it as a place of the cache has.
+    """
+    moved = [s for i in inside if i.opcode == "parameter" for s in i.shapes] + [*inside[-1].shapes]
+    found = [i.shapes[0] for i in inside if i.opcode == "transpose"]
+    apart = sum(28 * s.size for s in found if s.dims[-1] < 16)
+    total = sum(s.nbytes for s in moved)
+    return 1.0 + max(0.0, apart - sum(s.nbytes for s in found)) / max(1, total)
 
 
 def _swaps(way: str) -> bool:
@@ -219,11 +235,13 @@ def least_seconds(inside: Sequence[Instruction], cores: int) -> float:
     """Returns how long the slowest block takes of a fusion that runs outside Triton.
 
     A block sums 32 columns. Where it writes what it reads as well, it waits for each row. Filters
-    of single pixels are transposed by few blocks, one element at a time.
+    of single pixels are transposed by few blocks, one element at a time, unless their weights come
+    transposed already.
     """
     longest = 0.0
     root = inside[-1] if inside else None
-    if root is not None and len(root.shapes) > 2 and _nested(inside):
+    transposes = sum(i.opcode == "transpose" for i in inside)
+    if root is not None and 2 < len(root.shapes) <= transposes / 2 and _nested(inside):
         shape = root.shapes[0]
         if 2 < len(shape.dims) < 5 and max(shape.dims[:-2]) == 1 and shape.dims[-1] >= 256:
             longest = 0.3e-9 * min(shape.size, 160_000)
@@ -237,6 +255,11 @@ def least_seconds(inside: Sequence[Instruction], cores: int) -> float:
         waves = -(-result.size // (32 * 8 * cores))
         longest = max(longest, waves * rows * 32 / (2.5e9 if writes else 24e9))
     return longest
+
+
+def lays_out(fusion: Instruction, inside: Sequence[Instruction]) -> bool:
+    """Returns whether a fusion updates a filter, which it reads and writes transposed."""
+    return "kind=kInput" in fusion.rest and len(inside[-1].shapes) > 2 and _nested(inside)
 
 
 def waits_of(inside: Sequence[Instruction]) -> int:

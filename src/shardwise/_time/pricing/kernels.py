@@ -11,7 +11,7 @@ from typing import Any
 
 from ..._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
 from .convolutions import POINTWISE, Convolution, convolution_of, convolved_seconds
-from .fusions import least_seconds, minor_of, penalty_of, waits_of
+from .fusions import lays_out, least_seconds, minor_of, penalty_of, waits_of
 from .price import FREE, Price
 from .rates import GpuRates, Products
 
@@ -73,6 +73,8 @@ class GpuPricer:
                 least = least_seconds(inside, self.rates.cores)
                 latency = self.rates.kernel * waits_of(inside)
                 latency = min(latency, 1.5 * access.total / self.rates.bandwidth)
+                if lays_out(instruction, inside):
+                    latency += 1.8 * self.rates.kernel
             others = (*self._scattered(inner), self._gathered(inner), least)
             hot = computation in self.bodies
             penalty = penalty_of(instruction, inside)
@@ -267,6 +269,8 @@ class GpuPricer:
             kernels, splits = [products.older], (1,)
         elif products.single and any(minor * size % 16 for minor in minors):
             kernels = [*products.single]
+        if products.older is not None and lies == (False, False):
+            kernels[0] = dataclasses.replace(kernels[0], tiles=_large(kernels[0].tiles))
         streamed, total = moved / rates.bandwidth, math.inf
         seconds = math.inf
         for kernel in kernels:
@@ -325,6 +329,10 @@ class GpuPricer:
         rates, backward = self.rates, "Backward" in target
         length, depth = shapes[0].dims[1], shapes[0].dims[3]
         causal = "CAUSAL" in instruction.rest
+        window = re.search(r'"sliding_window_length":(\d+)', instruction.rest)
+        if window and 0 < int(window[1]) < length:
+            # Half of what tiles waste is at the edges of what a query sees.
+            length = (length + int(window[1])) // 2
         total = _attended(rates, flops, moved, length, depth, backward=backward, causal=causal)
         return Price(total, "attention", moved, flops)
 
@@ -362,6 +370,12 @@ class GpuPricer:
         price = self.matmul(sizes, shapes, lies, flops, moved)
         slower = POINTWISE[found.wide][found.towards == "filter"]
         return dataclasses.replace(price, seconds=slower * price.seconds, kind="convolution")
+
+
+@functools.cache
+def _large(tiles: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Returns the tiles of kernels that turn both operands on their way: the large ones."""
+    return tuple(tile for tile in tiles if min(tile) >= 128)
 
 
 def _products(rates: GpuRates, dtype: str) -> Products:
