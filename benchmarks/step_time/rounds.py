@@ -530,7 +530,8 @@ TWELFTH = {
     "ViT 640, f32, 4 parts": lambda: vit(64, 160, 16, 640, 10, 5, accumulate=4),
     "diffusion transformer 640, bf16": lambda: of(
         lambda: others.DiffusionTransformer(256, 16, 640, 10, 5, nnx.Rngs(0)),
-        others.diffusion_loss, array((40, 256, 16)), array((40,)), array((40, 256, 16)), **BF16,
+        others.diffusion_loss, array((40, 256, 16)), array((40, 256, 16)), array((40,)), ints(40),
+        **BF16,
     ),
     # Convolutions.
     "ResNet-50, bf16, 192, lion": lambda: images(

@@ -7,35 +7,39 @@ compiled; SHARDWISE_TESTS_PROGRAMS names another folder.
 """
 
 import contextlib
+import fcntl
+import functools
 import hashlib
 import os
 import shutil
 import sys
+import threading
 import time
 import types
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache, compilation_cache_interface, compiler
+from jax._src import cache_key, compilation_cache, compilation_cache_interface, compiler
 
 _WEEK = 7 * 24 * 3600
+# Seconds for which a process waits for what another compiles, before it compiles it too.
+_PATIENCE = 20
 
 
 class Programs(compilation_cache_interface.CacheInterface):
     """One file for each program, whole or not there at all.
 
     JAX's own cache of files would be shared with processes that are killed while they write to it.
+    What one process compiles, all others wait for: those of one run compile the same at once.
     """
 
     def __init__(self, folder):
-        self.found, self.folder = {}, folder
+        self.found, self.folder, self.claims = {}, folder, threading.local()
 
     def get(self, key):
-        if key not in self.found:
-            with contextlib.suppress(OSError):
-                file = self.folder / key
-                self.found[key] = file.read_bytes()
-                os.utime(file)
+        self.release()
+        if key not in self.found and self._read(key) is None:
+            self._claim(key)
         return self.found.get(key)
 
     def put(self, key, value):
@@ -43,6 +47,34 @@ class Programs(compilation_cache_interface.CacheInterface):
         partial = self.folder / f"{key}.{os.getpid()}"
         partial.write_bytes(value)
         partial.replace(self.folder / key)
+
+    def release(self):
+        """Lets others compile what this thread compiled, or could not."""
+        for path, claim in vars(self.claims).pop("held", ()):
+            path.unlink(missing_ok=True)
+            claim.close()
+
+    def _read(self, key):
+        with contextlib.suppress(OSError):
+            file = self.folder / key
+            self.found[key] = file.read_bytes()
+            os.utime(file)
+        return self.found.get(key)
+
+    def _claim(self, key):
+        """Returns once this process is to compile a program, or another has compiled it."""
+        path, until = self.folder / f"{key}.claim", time.monotonic() + _PATIENCE
+        claim = path.open("w")
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self._read(key) is None:
+                    self.claims.held = [(path, claim)]
+                    return
+            if self._read(key) is not None:
+                break
+            time.sleep(0.01)
+        claim.close()
 
 
 def folder():
@@ -74,19 +106,57 @@ def remove_unused():
                 shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
-def _by_any_process(write):
+def _writes(write, programs):
     """Returns JAX's function that writes an entry, for every process of several.
 
-    JAX leaves it to process 0, although the CPU's programs have another key in each process: all
-    others would compile theirs again in every run.
+    JAX leaves it to process 0, although each process may be the one that compiles.
     """
     first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
     names = {**vars(compiler), "distributed": first}
-    return types.FunctionType(write.__code__, names, write.__name__, write.__defaults__)
+    by_any = types.FunctionType(write.__code__, names, write.__name__, write.__defaults__)
+
+    def written(*arguments):
+        try:
+            return by_any(*arguments)
+        finally:
+            programs.release()
+
+    return written
+
+
+def _machine(hashed, devices):
+    """Hashes what a program for some devices is compiled for: not which process asks.
+
+    JAX's key of the CPU has that too, so that each process of several would compile everything.
+    """
+    hashed.update(f"{[d.device_kind for d in devices.flat]} {_processor()}".encode())
+
+
+@functools.cache
+def _processor():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _on_any_devices(hash_options):
+    """Returns JAX's function that hashes options, without which devices of a process will run it.
+
+    JAX does so for GPUs, for the same reason.
+    """
+
+    def hashed(hash_object, options, strip_device_assignment=False):
+        return hash_options(hash_object, options, strip_device_assignment=True)
+
+    return hashed
 
 
 def keep():
     """Keeps what this process compiles, and uses what was kept."""
-    compilation_cache._cache = Programs(folder())
-    compiler._cache_write = _by_any_process(compiler._cache_write)
+    programs = Programs(folder())
+    compilation_cache._cache = programs
+    compiler._cache_write = _writes(compiler._cache_write, programs)
+    cache_key._hash_accelerator_config = _machine
+    cache_key._hash_serialized_compile_options = _on_any_devices(
+        cache_key._hash_serialized_compile_options
+    )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
