@@ -147,9 +147,9 @@ def main():
     names = list(args.only or chosen)
     found, waiting, running = {}, names[::-1], {}
     profile = ["--profile", args.profile] if args.profile else []
-    # Three at a time trace and start up; a lock lets one of them at a time use the device.
+    # Five at a time trace and start up; a lock lets one of them at a time use the device.
     while waiting or running:
-        while waiting and len(running) < 3:
+        while waiting and len(running) < 5:
             name = waiting.pop()
             log = tempfile.TemporaryFile("w+")
             command = [sys.executable, __file__, "--one", name, *profile]

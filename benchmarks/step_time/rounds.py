@@ -510,7 +510,7 @@ TWELFTH = {
         4, 896, 2432, 14, (10, 1024),
         config={"experts": 8, "chosen": 2, "capacity": 1.25, "scan": True},
     ),
-    "experts 6 of 768, f32": lambda: decoder_of(
+    "experts 6 of 768, 16k words, f32": lambda: decoder_of(
         3, 768, 2048, 12, (8, 512), vocab=16000, compute_dtype=None,
         config={"experts": 6, "chosen": 2, "capacity": 1.25},
     ),
@@ -567,6 +567,89 @@ TWELFTH = {
     ),
 }  # fmt: skip
 
+THIRTEENTH = {
+    # Decoders of several shapes.
+    "decoder 1280, GQA, 1k, lion": lambda: decoder_of(
+        4, 1280, 3584, 20, (10, 1024), vocab=36000, optimizer=optax.lion(1e-4),
+        config={"kv_heads": 5},
+    ),
+    "decoder 2304, scanned, recomputed": lambda: decoder_of(
+        5, 2304, 6144, 18, (6, 1024), vocab=24000,
+        config={"scan": True, "remat": "nothing_saveable"},
+    ),
+    "decoder 768, f32, 640, dots saved": lambda: decoder_of(
+        4, 768, 2048, 12, (12, 640), vocab=18000, compute_dtype=None,
+        config={"remat": "dots_saveable"},
+    ),
+    "decoder 1536, 3 parts, momentum": lambda: decoder_of(
+        4, 1536, 4096, 12, (9, 1024), vocab=20000, accumulate=3,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+    ),
+    "decoder 1280, 6k, window": lambda: decoder_of(
+        3, 1280, 3456, 10, (2, 6144), vocab=20000, config={"window": 1024, "period": 3}
+    ),
+    "decoder 640, scanned, adafactor, 320 long": lambda: decoder_of(
+        8, 640, 1792, 10, (40, 320), vocab=24000, optimizer=optax.adafactor(1e-3),
+        config={"scan": True},
+    ),
+    "decoder 896, f32, scanned": lambda: decoder_of(
+        5, 896, 2432, 14, (8, 512), vocab=16000, compute_dtype=None, config={"scan": True}
+    ),
+    "experts 10 of 768, top 2": lambda: decoder_of(
+        3, 768, 2048, 12, (12, 768), vocab=20000,
+        config={"experts": 10, "chosen": 2, "capacity": 1.25},
+    ),
+    "experts 6 of 1152, top 1, scanned": lambda: decoder_of(
+        4, 1152, 3072, 9, (8, 1024), vocab=16000,
+        config={"experts": 6, "chosen": 1, "capacity": 1.5, "scan": True},
+    ),
+    # Other transformers.
+    "GPT 896, bf16, dropout, lamb": lambda: gpt(
+        36000, 896, 14, 4, (10, 768), optimizer=optax.lamb(1e-3), **BF16
+    ),
+    "encoder 512, bf16, 448 long": lambda: of(
+        lambda: own.Encoder(20000, 512, 8, 5, 4, nnx.Rngs(0)),
+        own.classified, ints(32, 448), ints(32), **BF16,
+    ),
+    "ViT 448, f32, 176": lambda: vit(48, 176, 16, 448, 7, 5),
+    "ViT 832, bf16, 224, momentum": lambda: vit(
+        48, 224, 16, 832, 13, 4, optimizer=optax.sgd(0.1, momentum=0.9), **BF16
+    ),
+    "mixer 640 over 256, bf16": lambda: of(
+        lambda: own.Mixer(256, 640, 4, nnx.Rngs(0)),
+        own.squared, array((48, 256, 640)), array((48, 256, 640)), **BF16,
+    ),
+    # Convolutions.
+    "ResNet-50, f32, 160, momentum": lambda: images(
+        lambda: own.ResNet((3, 4, 6, 3), nnx.Rngs(0)), 48, 160,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+    ),
+    "ResNet-18, bf16, 192": lambda: images(
+        lambda: others.BasicResNet((2, 2, 2, 2), nnx.Rngs(0)), 96, 192, **BF16
+    ),
+    "wide ResNet 128, f32": lambda: images(
+        lambda: own.WideResNet(((128, 1), (256, 2), (512, 1)), nnx.Rngs(0)), 96, 32
+    ),
+    "VGG, f32, 80": lambda: images(
+        lambda: own.Vgg(((64, 1), (128, 1), (256, 2), (512, 2)), nnx.Rngs(0)), 48, 80
+    ),
+    "ConvNeXt 192, bf16, 160": lambda: images(
+        lambda: own.ConvNext(192, 5, 1000, nnx.Rngs(0)), 64, 160, **BF16
+    ),
+    "autoencoder 96, bf16": lambda: of(
+        lambda: own.AutoEncoder((96, 192, 384), nnx.Rngs(0)),
+        own.squared, array((40, 96, 96, 3)), array((40, 96, 96, 3)), **BF16,
+    ),
+    # Plain networks.
+    "MLP 3072, bf16, lamb": lambda: mlp(
+        8192, (3072,) * 5, optimizer=optax.lamb(1e-3), **BF16
+    ),
+    "MLP 1792, f32, 2 parts": lambda: mlp(12288, (1792,) * 5, accumulate=2),
+    "MLP 2048 and 8192, bf16, momentum": lambda: mlp(
+        8192, (2048, 8192, 2048, 8192, 2048), optimizer=optax.sgd(0.1, momentum=0.9), **BF16
+    ),
+}  # fmt: skip
+
 ROUNDS = {
     "first": recipes.FRESH,
     "second": recipes.HELD_OUT,
@@ -579,5 +662,8 @@ ROUNDS = {
     "tenth": TENTH,
     "eleventh": ELEVENTH,
     "twelfth": TWELFTH,
+    "thirteenth": THIRTEENTH,
 }
-RECIPES = recipes.RECIPES | SIXTH | SEVENTH | EIGHTH | NINTH | TENTH | ELEVENTH | TWELFTH
+RECIPES = recipes.RECIPES.copy()
+for found in list(ROUNDS.values())[4:]:
+    RECIPES |= found

@@ -224,7 +224,7 @@ def attended(window):
         + "\n  ROOT %k = (bf16[2,7,6144,128]{3,1,2,0}, f32[2,7,6144]{2,1,0}) "
         'custom-call(%a, %b, %c), custom_call_target="__cudnn$fmhaSoftmax", '
         'backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL",'
-        f'"sliding_window_length":{window}}}}}'
+        f'"sliding_window_length": {window}}}}}'
     )
 
 
@@ -309,4 +309,4 @@ def updated(filters, turned):
 def test_updates_of_filters_of_single_pixels():
     assert updated((256, 1024), turned=True).seconds == pytest.approx(5.9 * MICRO, rel=0.5)
     assert updated((1024, 2048), turned=True).seconds == pytest.approx(41.3 * MICRO, rel=0.3)
-    assert updated((256, 1024), turned=False).seconds == pytest.approx(49 * MICRO, rel=0.1)
+    assert updated((192, 384), turned=False).seconds == pytest.approx(4.5 * MICRO, rel=0.4)

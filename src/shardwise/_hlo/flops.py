@@ -169,12 +169,17 @@ def _custom(instruction: Instruction, shapes: list[Shape]) -> int | None:
     return None
 
 
+def sliding_window_of(attention: Instruction) -> int:
+    """Returns how many keys each query of cuDNN's attention sees; 0 where it sees all."""
+    found = re.search(r'"sliding_window_length":\s*(\d+)', attention.rest)
+    return int(found[1]) if found else 0
+
+
 def _pairs(attention: Instruction, queries: int, keys: int) -> int:
     """Returns how many pairs of a query and a key a call of cuDNN's attention multiplies."""
     if "CAUSAL" not in attention.rest:
         return queries * keys
-    window = re.search(r'"sliding_window_length":(\d+)', attention.rest)
-    nearest = int(window[1]) if window else 0
+    nearest = sliding_window_of(attention)
     if 0 < nearest < queries:
         return nearest * (2 * queries - nearest) // 2
     return queries * keys // 2

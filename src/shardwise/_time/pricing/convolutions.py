@@ -405,7 +405,7 @@ def _grouped(found: Convolution, rate: float, cores: int, bandwidth: float, kern
         if not backward and found.narrowest < 12 and max(found.window) >= 5:
             return kernel + 4e-12 * found.taps * elements * scale  # images smaller than its tiles
         if backward and found.wide and max(found.window) >= 7:
-            return kernel + 270e-12 * elements * scale  # no kernel of its own
+            return kernel + 238e-12 * elements * scale  # no kernel of its own
         flops = own.deep[backward] / scale
         if found.wide and max(found.window) >= 7:
             flops *= 0.7

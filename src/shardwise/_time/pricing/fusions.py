@@ -234,17 +234,10 @@ def _between(pad: Instruction) -> bool:
 def least_seconds(inside: Sequence[Instruction], cores: int) -> float:
     """Returns how long the slowest block takes of a fusion that runs outside Triton.
 
-    A block sums 32 columns. Where it writes what it reads as well, it waits for each row. Filters
-    of single pixels are transposed by few blocks, one element at a time, unless their weights come
-    transposed already.
+    A block sums 32 columns. Where it writes what it reads as well, it waits for each row.
     """
     longest = 0.0
     root = inside[-1] if inside else None
-    transposes = sum(i.opcode == "transpose" for i in inside)
-    if root is not None and 2 < len(root.shapes) <= transposes / 2 and _nested(inside):
-        shape = root.shapes[0]
-        if 2 < len(shape.dims) < 5 and max(shape.dims[:-2]) == 1 and shape.dims[-1] >= 256:
-            longest = 0.3e-9 * min(shape.size, 160_000)
     for i in inside:
         given = next((g for g in inside if i.operands and g.name == i.operands[0]), None)
         if i.opcode != "reduce" or given is None or not over_columns(i, inside):
@@ -257,9 +250,14 @@ def least_seconds(inside: Sequence[Instruction], cores: int) -> float:
     return longest
 
 
-def lays_out(fusion: Instruction, inside: Sequence[Instruction]) -> bool:
-    """Returns whether a fusion updates a filter, which it reads and writes transposed."""
-    return "kind=kInput" in fusion.rest and len(inside[-1].shapes) > 2 and _nested(inside)
+def turned_of(fusion: Instruction, inside: Sequence[Instruction]) -> int:
+    """Returns how many arrays a fusion writes transposed that it computes from transposed ones.
+
+    Updates of filters do so.
+    """
+    if "kind=kInput" not in fusion.rest or len(inside[-1].shapes) < 2 or not _nested(inside):
+        return 0
+    return len(inside[-1].shapes)
 
 
 def waits_of(inside: Sequence[Instruction]) -> int:

@@ -9,9 +9,18 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..._hlo import Access, Instruction, Module, Shape, access_of, flops_of, target_of
+from ..._hlo import (
+    Access,
+    Instruction,
+    Module,
+    Shape,
+    access_of,
+    flops_of,
+    sliding_window_of,
+    target_of,
+)
 from .convolutions import POINTWISE, Convolution, convolution_of, convolved_seconds
-from .fusions import lays_out, least_seconds, minor_of, penalty_of, waits_of
+from .fusions import least_seconds, minor_of, penalty_of, turned_of, waits_of
 from .price import FREE, Price
 from .rates import GpuRates, Products
 
@@ -73,8 +82,8 @@ class GpuPricer:
                 least = least_seconds(inside, self.rates.cores)
                 latency = self.rates.kernel * waits_of(inside)
                 latency = min(latency, 1.5 * access.total / self.rates.bandwidth)
-                if lays_out(instruction, inside):
-                    latency += 1.8 * self.rates.kernel
+                if turned := turned_of(instruction, inside):
+                    latency += 0.85 * (turned - 1) * self.rates.kernel
             others = (*self._scattered(inner), self._gathered(inner), least)
             hot = computation in self.bodies
             penalty = penalty_of(instruction, inside)
@@ -329,10 +338,9 @@ class GpuPricer:
         rates, backward = self.rates, "Backward" in target
         length, depth = shapes[0].dims[1], shapes[0].dims[3]
         causal = "CAUSAL" in instruction.rest
-        window = re.search(r'"sliding_window_length":(\d+)', instruction.rest)
-        if window and 0 < int(window[1]) < length:
+        if 0 < (window := sliding_window_of(instruction)) < length:
             # Half of what tiles waste is at the edges of what a query sees.
-            length = (length + int(window[1])) // 2
+            length = (length + window) // 2
         total = _attended(rates, flops, moved, length, depth, backward=backward, causal=causal)
         return Price(total, "attention", moved, flops)
 
