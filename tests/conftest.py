@@ -41,6 +41,7 @@ jax.devices()  # so that no test depends on whether another one started them
 programs.remove_unused()
 programs.keep()
 os.environ.setdefault("SHARDWISE_CACHE", str(programs.absent()))
+programs.claim_absent(toolchain)
 
 # A shell that starts the tests in the background has SIGINT ignored, and so would all processes
 # that they start: `shardwise launch` leaves it so, by intent, and forwards it no more.

@@ -23,23 +23,60 @@ from jax._src import cache_key, compilation_cache, compilation_cache_interface, 
 
 _WEEK = 7 * 24 * 3600
 # Seconds for which a process waits for what another compiles, before it compiles it too.
-_PATIENCE = 20
+_PATIENCE = 30
+
+
+class Claims:
+    """What one process compiles, all others wait for: those of one run compile the same at once."""
+
+    def __init__(self):
+        self.held = threading.local()
+
+    def take(self, path, read):
+        """Returns what another process wrote, or None once this one is to write it.
+
+        Args:
+            path: the file that stands for it while it is compiled.
+            read: returns what is written, or None.
+        """
+        self.release()
+        until, claim = time.monotonic() + _PATIENCE, path.open("w")
+        while time.monotonic() < until:
+            free = False
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                free = True
+            found = read()
+            if free and found is None:
+                self.held.claim = (path, claim)
+                return None
+            if found is not None:
+                claim.close()
+                return found
+            time.sleep(0.02)
+        claim.close()
+        return None
+
+    def release(self):
+        """Lets others compile what this thread compiled, or could not."""
+        path, claim = vars(self.held).pop("claim", (None, None))
+        if claim is not None:
+            path.unlink(missing_ok=True)
+            claim.close()
 
 
 class Programs(compilation_cache_interface.CacheInterface):
     """One file for each program, whole or not there at all.
 
     JAX's own cache of files would be shared with processes that are killed while they write to it.
-    What one process compiles, all others wait for: those of one run compile the same at once.
     """
 
     def __init__(self, folder):
-        self.found, self.folder, self.claims = {}, folder, threading.local()
+        self.found, self.folder, self.claims = {}, folder, Claims()
 
     def get(self, key):
-        self.release()
         if key not in self.found and self._read(key) is None:
-            self._claim(key)
+            self.claims.take(self.folder / f"{key}.claim", lambda: self._read(key))
         return self.found.get(key)
 
     def put(self, key, value):
@@ -48,33 +85,12 @@ class Programs(compilation_cache_interface.CacheInterface):
         partial.write_bytes(value)
         partial.replace(self.folder / key)
 
-    def release(self):
-        """Lets others compile what this thread compiled, or could not."""
-        for path, claim in vars(self.claims).pop("held", ()):
-            path.unlink(missing_ok=True)
-            claim.close()
-
     def _read(self, key):
         with contextlib.suppress(OSError):
             file = self.folder / key
             self.found[key] = file.read_bytes()
             os.utime(file)
         return self.found.get(key)
-
-    def _claim(self, key):
-        """Returns once this process is to compile a program, or another has compiled it."""
-        path, until = self.folder / f"{key}.claim", time.monotonic() + _PATIENCE
-        claim = path.open("w")
-        while time.monotonic() < until:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._read(key) is None:
-                    self.claims.held = [(path, claim)]
-                    return
-            if self._read(key) is not None:
-                break
-            time.sleep(0.01)
-        claim.close()
 
 
 def folder():
@@ -98,6 +114,29 @@ def absent():
     return found
 
 
+def claim_absent(run):
+    """Lets one process at a time compile a program for absent chips.
+
+    Args:
+        run: the module that compiles, and keeps what is compiled.
+    """
+    claims, read, keep, mine = Claims(), run._kept, run._keep, absent()
+
+    def kept(key):
+        found = read(key)
+        if found is not None or run.cache_folder() != mine:
+            return found
+        return claims.take(mine / f"{key}.claim", lambda: read(key))
+
+    def kept_by_all(*arguments):
+        try:
+            keep(*arguments)
+        finally:
+            claims.release()
+
+    run._kept, run._keep = kept, kept_by_all
+
+
 def remove_unused():
     """Removes what no run has used for a week."""
     for file in folder().iterdir():
@@ -119,7 +158,7 @@ def _writes(write, programs):
         try:
             return by_any(*arguments)
         finally:
-            programs.release()
+            programs.claims.release()
 
     return written
 
