@@ -66,6 +66,7 @@ recipe = sw.Recipe(
     "imports_nothing.py": "import nothing_of_this_name",
     "divides.py": "\n\n1 / 0",
     "misspelt.py": "def make(:",
+    "notes.txt": "a model of two layers",
     "backend.py": "import jax\nprint(len(jax.devices()))\nfrom mlp import make",
     "column.toml": """
 [[rules]]
@@ -221,6 +222,12 @@ def test_check_allows(run):
     )
 
 
+def test_plan_allows_what_check_allows(run):
+    status, out, err = run("plan", "mlp.py:make", *MESH, "--allow", "SW111:model")
+    assert (status, err) == (0, "")
+    assert out.startswith("no findings, 1 allowed: ") and "SW111" not in out
+
+
 @pytest.mark.parametrize("command", ["plan", "check"])
 def test_help_has_examples_and_the_exit_status(run, command):
     status, out, err = run(command, "--help")
@@ -247,6 +254,8 @@ ERRORS = {
     "no name": (("mlp.py", *MESH), f"target 'mlp.py' does not name a factory: {NAMES}"),
     "empty name": (("mlp.py:", *MESH), f"target 'mlp.py:' does not name a factory: {NAMES}"),
     "file": (("mpl.py:make", *MESH), "target file mpl.py does not exist"),
+    "no Python": (("notes.txt:make", *MESH), "target file notes.txt is not taken for Python: its name must end in .py"),
+    "no target in a file": (("notes.txt", *MESH), "target 'notes.txt' is a file: name what makes the model in a file of Python, as in path/to/file.py:name"),
     "module": (("mpl.sub:make", *MESH), "target module mpl.sub does not exist (looked in the current folder and among installed packages); a file is named as path/to/file.py:name"),
     "name": (("mlp.py:mak", *MESH), "target 'mlp.py:mak': mlp.py has no 'mak'; it has make"),
     "type": (("mlp.py:seed", *MESH), "target 'mlp.py:seed' is an int: name a factory, an nnx.Module or a Recipe"),
@@ -259,7 +268,7 @@ ERRORS = {
     "factory's return": (("mlp.py:number", *MESH), "the model's factory returned an int: it must return an nnx.Module"),
     "mesh": (("mlp.py:make", "--mesh", "data"), "mesh 'data' has 'data' where an axis is expected: write axes as data=2,model=4"),
     "devices": (("mlp.py:make", *MESH, "--on", "cpu:6"), "mesh data=2,model=4 needs 8 devices, but --on cpu:6 has 6: these fit 6: data=2,model=3; data=1,model=6; data=3,model=2; data=6,model=1; or --on cpu:8 for 8 virtual CPU devices"),
-    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': use 'dp', 'fsdp', 'zero1', 'zero2', 'expert', 'sequence', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor'"),
+    "strategy": (("mlp.py:make", *MESH, "--strategy", "zero"), "unknown strategy 'zero': did you mean 'zero2'? Use 'dp', 'fsdp', 'zero1', 'zero2', 'expert', 'sequence', 'tensor', 'pipeline', or several joined by +, such as 'fsdp+tensor', or 'best' for the fastest of them"),
     "no rules": (("mlp.py:make", *MESH, "--rules", "no.toml"), "rules file no.toml cannot be read: No such file or directory"),
     "rules in no TOML": (("mlp.py:make", *MESH, "--rules", "not.toml"), "rules file not.toml: it is not TOML (Invalid value (at end of document))"),
     "unknown rules": (("mlp.py:make", *MESH, "--rules", "unknown.toml"), f"rules file unknown.toml has an unknown key 'stratgy': {FORM}"),

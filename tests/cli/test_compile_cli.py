@@ -56,12 +56,13 @@ def wide():
     return nnx.Linear(1, 2**33, use_bias=False, rngs=nnx.Rngs(0))
 
 
-def recipe_of(model=make, loss=loss, width=256):
-    batch = jax.ShapeDtypeStruct((32, width), "float32")
+def recipe_of(model=make, loss=loss, width=256, rows=32):
+    batch = jax.ShapeDtypeStruct((rows, width), "float32")
     return sw.Recipe(model=model, loss=loss, optimizer=optax.adamw(1e-3), batch=batch)
 
 
 recipe = recipe_of()
+many = recipe_of(rows=2**26)
 talks = recipe_of(loss=talk)
 fails = recipe_of(loss=cannot)
 huge = recipe_of(model=wide, width=1)
@@ -218,6 +219,17 @@ def test_plan_compiles_too(run):
     assert shown["compiled"]["fits"] is True
     assert shown["compiled"]["memory"]["parameters"] == shown["bytes_per_device"]
     assert "compiled" not in json.loads(run(*arguments, "--format", "json")[1])
+
+
+def test_a_plan_that_holds_its_state_says_first_that_its_step_does_not_fit(run):
+    status, out, err = run("plan", "small.py:many", *FSDP, *GPU)
+    state, step, *_ = out.splitlines()
+    assert (status, err) == (0, "") and "h100 has 79.2 GiB" in state
+    assert re.fullmatch(
+        r"the step does not fit: needs about [\d.]+ GiB of 79\.2 GiB \(modelled; .*\), on h100:1x4",
+        step,
+    )
+    assert "the step" not in run("plan", "small.py:recipe", *FSDP, *GPU)[1].splitlines()[1]
 
 
 @pytest.fixture

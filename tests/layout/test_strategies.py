@@ -121,7 +121,7 @@ REFUSED = {
     "fsdp's axis": (lambda: lay(mlp, sw.fsdp("dta")), "fsdp uses axis 'dta', which the mesh does not have: did you mean 'data'? its axes are data=2, model=4"),
     "tensor's axis": (lambda: lay(mlp, sw.tensor("tp")), "tensor uses axis 'tp', which the mesh does not have: its axes are data=2, model=4"),
     "tensor of two": (lambda: sw.tensor(("data", "model")), "tensor(('data', 'model')) needs the name of one axis"),
-    "unknown": (lambda: lay(mlp, "fsdp+zero"), f"unknown strategy 'fsdp+zero': {KNOWN}"),
+    "unknown": (lambda: lay(mlp, "fsdp+zero"), f"unknown strategy 'fsdp+zero': did you mean 'fsdp+zero2'? U{KNOWN[1:]}"),
     "empty": (lambda: lay(mlp, ""), f"unknown strategy '': {KNOWN}"),
     "contradiction": (lambda: lay(mlp, "fsdp+dp"), "strategy 'fsdp+dp' contradicts itself: use each part once, and either dp or fsdp, zero1 or zero2"),
     "twice": (lambda: lay(mlp, "tensor+tensor"), "strategy 'tensor+tensor' contradicts itself: use each part once, and either dp or fsdp, zero1 or zero2"),

@@ -345,6 +345,7 @@ def plan_target(
     calibration: str | None = None,
     *,
     compile: bool,
+    allow: dict[str, list[str]] | None = None,
 ) -> Plan:
     """Returns the plan of what `lay_out` returned, also compiled if asked and free of errors."""
     import dataclasses
@@ -352,6 +353,8 @@ def plan_target(
     from .._compile import plan_of
 
     plan = plan_of(found, layout)
+    if allow:
+        plan = dataclasses.replace(plan, allow=allow)
     if not compile or plan.findings.errors:
         return plan
     compiled = compile_target(target, found, layout, inputs, method, calibration, note=False)

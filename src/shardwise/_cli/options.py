@@ -239,6 +239,15 @@ CalibrationOption = Annotated[
         rich_help_panel=STEP,
     ),
 ]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="CODE:PATTERN",
+        help="A finding that is intentional; may be repeated.",
+        rich_help_panel=OUTPUT,
+    ),
+]
 FormatOption = Annotated[
     Format,
     typer.Option(

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +34,11 @@ def make_named(name: str) -> Callable[[], nnx.Module]:
         ValueError: there is no shape of this name.
     """
     if name not in CONFIGS:
+        if Path(name).is_file():
+            raise ValueError(
+                f"target {name!r} is a file: name what makes the model in a file of Python, as in "
+                f"path/to/file.py:name"
+            )
         near = difflib.get_close_matches(name, CONFIGS, n=3, cutoff=0.4) or list(CONFIGS)[:5]
         raise ValueError(
             f"target {name!r} is not a published shape (the nearest are {', '.join(near)}; "

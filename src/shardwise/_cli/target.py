@@ -221,6 +221,10 @@ def _load_module(place: str) -> ModuleType:
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name and (place == error.name or place.startswith(f"{error.name}.")):
+            if Path(place).is_file():
+                raise ValueError(
+                    f"target file {place} is not taken for Python: its name must end in .py"
+                ) from error
             raise ValueError(
                 f"target module {place} does not exist (looked in the current folder and among "
                 f"installed packages); a file is named as path/to/file.py:name"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._base import show_bytes, show_devices
@@ -28,6 +29,7 @@ class Plan:
         host_bytes: bytes of a device's state that are in the memory of its host (exact).
         problem: why the recipe's step cannot run on this layout though the layout has no errors,
             such as a batch that the mesh does not divide; or nothing.
+        allow: findings that are intentional, as in `sw.check`.
     """
 
     layout: Layout | None
@@ -36,11 +38,12 @@ class Plan:
     batch_bytes: int | None = None
     problem: str = ""
     host_bytes: int = 0
+    allow: Mapping[str, str | Sequence[str]] | None = None
 
     @functools.cached_property
     def findings(self) -> Findings:
         """The findings of the layout itself."""
-        return check(self.layout) if self.layout is not None else Findings(())
+        return check(self.layout, allow=self.allow) if self.layout is not None else Findings(())
 
     @functools.cached_property
     def all_findings(self) -> Findings:

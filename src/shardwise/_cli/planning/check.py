@@ -12,6 +12,7 @@ from ..help_text import OUTPUT
 from ..laid_out import lay_out
 from ..options import (
     TARGETS,
+    AllowOption,
     InputsOption,
     MeshOption,
     MethodOption,
@@ -64,15 +65,7 @@ def check(
     rules: RulesOption = None,
     inputs: InputsOption = None,
     method: MethodOption = None,
-    allow: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow",
-            metavar="CODE:PATTERN",
-            help="A finding that is intentional; may be repeated.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    allow: AllowOption = None,
     format: Annotated[
         CheckFormat,
         typer.Option(

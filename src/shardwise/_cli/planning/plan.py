@@ -13,6 +13,7 @@ from ..laid_out import estimate_target, lay_out, plan_target, require_calibratio
 from ..options import (
     TARGETS,
     AccumulateOption,
+    AllowOption,
     BatchOption,
     CalibrationOption,
     CompileOption,
@@ -33,6 +34,7 @@ from ..options import (
     StrategyOption,
     Target,
     command,
+    parse_allow,
     require_writable,
     save_to,
 )
@@ -115,6 +117,7 @@ def plan(
             rich_help_panel=OUTPUT,
         ),
     ] = None,
+    allow: AllowOption = None,
     format: FormatOption = Format.text,
 ) -> None:
     """Lays out a model and shows the plan."""
@@ -123,13 +126,16 @@ def plan(
     require_writable(save, inputs=(target, rules, layout))
     if compile:
         require_devices(on)
+    allowed = parse_allow(allow or [])
     step = StepOptions(batch, remat, accumulate, loss_chunks, offload, microbatches, optimizer)
     found, laid_out = lay_out(
         target, mesh, on, strategy, rules, inputs, step, method=method, min_bytes=min_bytes,
         saved=layout,
     )  # fmt: skip
     require_calibration(calibration, laid_out)
-    planned = plan_target(target, found, laid_out, inputs, method, calibration, compile=compile)
+    planned = plan_target(
+        target, found, laid_out, inputs, method, calibration, compile=compile, allow=allowed
+    )
     estimated, why = None, ""
     if explain is None and not compile and not planned.findings.errors:
         estimated, why = estimate_target(found, laid_out, inputs, method, calibration)
@@ -165,6 +171,8 @@ def _show_plan(plan: Plan, tree: bool, estimated: Estimate | None) -> None:
     tell(plan.verdict)
     if compiled is not None:
         tell(dataclasses.replace(plan, compiled=None).verdict)
+    if estimated is not None and estimated.fits is not True and plan.fits is not False:
+        tell(f"the step {estimated.verdict.splitlines()[0]}")
     if plan.capacity is not None and not findings.errors:
         tell(bar(plan.parts, plan.capacity))
     tell("")

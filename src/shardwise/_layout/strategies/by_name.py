@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,10 +81,19 @@ def _named(strategy: Named, sizes: Mapping[str, int]) -> list[tuple[str, Any]]:
     parts = [part.strip() for part in name.split("+")]
     for part in parts:
         if part not in PART_AXES:
+            near = difflib.get_close_matches(part, PART_AXES, n=1)
+            meant = (
+                f"did you mean {'+'.join(near[0] if p == part else p for p in parts)!r}? "
+                if near
+                else ""
+            )
             raise ValueError(
-                f"unknown strategy {name!r}: use {', '.join(map(repr, PART_AXES))}, or several "
-                f"joined by +, such as 'fsdp+tensor'"
-                + either("; 'best' cannot be one of several rules" if name == "best" else "", "")
+                f"unknown strategy {name!r}: {meant}{'U' if near else 'u'}se "
+                f"{', '.join(map(repr, PART_AXES))}, or several joined by +, such as 'fsdp+tensor'"
+                + either(
+                    "; 'best' cannot be one of several rules" if name == "best" else "",
+                    "" if "best" in parts else ", or 'best' for the fastest of them",
+                )
             )
     both = any({*pair} <= set(parts) for pair in (("dp", "fsdp"), ("zero1", "zero2")))
     if len(set(parts)) != len(parts) or both:

@@ -116,7 +116,7 @@ _AMPERE = Products(
 H200 = GpuRates(
     name="h200",
     label="measured",
-    source="kernels of 133 recipes on one H200 (benchmarks/step_time)",
+    source="kernels of 206 recipes on one H200 (benchmarks/step_time)",
     cores=132,
     products={
         "bf16": Products(
