@@ -40,7 +40,7 @@ class Claims:
             read: returns what is written, or None.
         """
         self.release()
-        until, claim = time.monotonic() + _PATIENCE, path.open("w")
+        until, claim = time.monotonic() + _PATIENCE, os.open(path, os.O_RDWR | os.O_CREAT)
         while time.monotonic() < until:
             free = False
             with contextlib.suppress(BlockingIOError):
@@ -51,10 +51,10 @@ class Claims:
                 self.held.claim = (path, claim)
                 return None
             if found is not None:
-                claim.close()
+                os.close(claim)
                 return found
             time.sleep(0.02)
-        claim.close()
+        os.close(claim)
         return None
 
     def release(self):
@@ -62,7 +62,7 @@ class Claims:
         path, claim = vars(self.held).pop("claim", (None, None))
         if claim is not None:
             path.unlink(missing_ok=True)
-            claim.close()
+            os.close(claim)
 
 
 class Programs(compilation_cache_interface.CacheInterface):
