@@ -234,6 +234,9 @@ class Estimator:
         heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
         spent: list[float] = []
         blocked: set[int] = set()
+        # What only makes results runs where something else waits, or at the end, as its inputs come.
+        last_ones = self._results(block) if self.machine.gpu is not None else set()
+        waiting: list[tuple[float, float]] = []
         for number, kernel in enumerate(block.kernels):
             op, before = kernel.op, len(spent)
             inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
@@ -244,7 +247,7 @@ class Estimator:
                 if inner.traffic:
                     blocked.add(number)
                 each = inner.seconds + (self.machine.gpu.iteration if self.machine.gpu else 0.0)
-                now = max(now, inputs)
+                now = max(_filled(waiting, now, inputs), inputs)
                 now += op.trips * each
                 run.add(inner, op.trips)
                 run.parts["launch"] += op.trips * (each - inner.seconds)
@@ -266,9 +269,12 @@ class Estimator:
                 if price.kind in HOT:
                     price = dataclasses.replace(price, seconds=price.seconds * self.slower)
                 spent.append(price.seconds)
-                waited = max(0.0, inputs - now)
-                run.parts["communication"] += waited
-                now = max(now, inputs) + price.seconds + price.gap
+                if number in last_ones:
+                    waiting.append((inputs, price.seconds + price.gap))
+                else:
+                    now = _filled(waiting, now, inputs)
+                    run.parts["communication"] += max(0.0, inputs - now)
+                    now = max(now, inputs) + price.seconds + price.gap
                 run.parts[price.bound] += price.seconds
                 run.parts["launch"] += price.gap
                 run.kinds[price.kind] += price.seconds
@@ -292,11 +298,25 @@ class Estimator:
                 ready[value] = end
             for value in op.results:
                 ready[value] = end
+        for begin, seconds in sorted(waiting):
+            run.parts["communication"] += max(0.0, begin - now)
+            now = max(now, begin) + seconds
         last = max([now, *links.values()])
         run.parts["communication"] += last - now
         run.seconds = last
         run.peak, run.bound = self._peak(block, spent, blocked, groups)
         return run
+
+    def _results(self, block: Block) -> set[int]:
+        """Returns the kernels that only write results of the block, which no other reads."""
+        read = {value for kernel in block.kernels for value in kernel.reads}
+        return {
+            number
+            for number, kernel in enumerate(block.kernels)
+            if not kernel.heavy
+            and not kernel.writes.keys() & read
+            and all(block.root(v) in block.outputs for v in kernel.writes)
+        }
 
     def _needed(self, block: Block) -> set[int]:
         """Returns what is read by something else than what only writes results of the block."""
@@ -517,6 +537,15 @@ class Estimator:
         return peak_of(
             block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host
         )
+
+
+def _filled(waiting: list[tuple[float, float]], now: float, until: float) -> float:
+    """Returns the time after what is ready has run until another kernel's inputs come."""
+    while now < until and waiting and min(waiting)[0] <= now:
+        found = min(waiting)
+        waiting.remove(found)
+        now += found[1]
+    return now
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:

@@ -28,6 +28,8 @@ _HEAVY = COLLECTIVES | {
 _SLICES = {"slice", "dynamic_slice", "all_slice"}
 _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8, "erf": 24,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
+# What a GPU's compiler computes once, though that takes memory.
+_ONCE = ("tanh", "erf")
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
 
@@ -137,7 +139,8 @@ class Block:
                 if op.kind in _SLICES:
                     cone = {source: min(read, size) for source, read in cone.items()}
                 plain = op.kind not in ALIASES | _TRANSPARENT
-                dear = users[value] > 1 and sum(cone.values()) > 1.01 * size
+                large = sum(cone.values()) > 1.01 * size or (self.gpu and op.kind in _ONCE)
+                dear = users[value] > 1 and large
                 if plain and (dear or value in self.kept):
                     self.kept.add(value)
                 self.cones[value] = cone
@@ -168,7 +171,57 @@ class Block:
             ):
                 if op.kind not in ALIASES | _TRANSPARENT:
                     kernels.append(self._fusion(op))
-        return kernels
+        return self._cast_apart(kernels) if self.gpu else kernels
+
+    def sums_of(self, kernels: Sequence[Kernel]) -> dict[int, set[int]]:
+        """Returns what each sum is of, also through other sums, by its value."""
+        found: dict[int, set[int]] = {}
+        for kernel in kernels:
+            if any(op.kind == "reduce" for op in kernel.ops):
+                read = {self.root(value) for value in kernel.reads}
+                read = read.union(*(found.get(value, ()) for value in read))
+                for value in kernel.writes:
+                    found[self.root(value)] = read
+        return found
+
+    def _cast_apart(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Returns the kernels with casts of their own for what products read in several orders.
+
+        Where rows are summed and read again, as in the gradient of a softmax, one kernel does so and
+        writes in the dtype that it computes in. It casts for products that read its own order alone.
+        """
+        sums = self.sums_of(kernels)
+        found = list(kernels)
+        for kernel in kernels:
+            reads = {self.root(value) for value in kernel.reads}
+            if not any(sums.get(value, set()) & reads for value in reads):
+                continue
+            for value in kernel.writes.keys() & self.narrow:
+                readers = [k for k in found if value in k.reads and k is not kernel]
+                turned = [k for k in readers if k.op.kind == "transpose"]
+                if not turned:
+                    continue
+                half = self.nbytes(value)
+                self.narrow.discard(value)
+                kernel.writes[value] = self.nbytes(value)
+                straight = [k for k in readers if k.op.kind == "dot_general"]
+                for reader in turned:
+                    reader.reads[value] = self.nbytes(value)
+                if straight:
+                    cast = len(self.shapes)
+                    self.shapes[cast] = self.shapes[value]
+                    self.narrow.add(cast)
+                    for reader in straight:
+                        del reader.reads[value]
+                        reader.reads[cast] = half
+                    made = Kernel(
+                        [Op("convert", (value,), (cast,))],
+                        False,
+                        {value: self.nbytes(value)},
+                        {cast: half},
+                    )
+                    found.insert(found.index(straight[0]), made)
+        return found
 
     def _alone(self, op: Op) -> Kernel:
         kernel = Kernel([op], True)
@@ -212,6 +265,8 @@ class Block:
                     made = len(self.shapes)
                     self.shapes[made] = self.shapes[source[0]]
                     known[order] = made
+                    if source[0] in self.narrow:
+                        self.narrow.add(made)
                     size = self.nbytes(source[0])
                     copy = Op("transpose", (source[0],), (made,))
                     copies.append(Kernel([copy], False, {source[0]: size}, {made: size}))

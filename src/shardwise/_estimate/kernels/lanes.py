@@ -15,6 +15,11 @@ from .windows import Kernel
 LANES = 128
 
 
+def filled(dims: Sequence[int]) -> float:
+    """Returns how much larger an array is whose rows fill whole registers, in the best order."""
+    return min((-(-n // LANES) * LANES / n for n in dims if n > 1), default=1.0)
+
+
 def heads_of(kernels: Sequence[Kernel], shapes: Mapping[int, Shape]) -> set[int]:
     """Returns the sizes of the heads that attention kernels read and write, up to a register's."""
     found = set()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ..program import Op, Program
 from .fused import Block
-from .lanes import LANES
+from .lanes import LANES, filled
 from .windows import Kernel
 
 # Products in up to so many parts are no loop: they compute their operands like whole ones.
@@ -62,6 +62,7 @@ def peak_of(
         if kernel.op.kind == "all-gather" and kernel.repeats > 1
         for value in kernel.writes
     }
+    sums = block.sums_of(kernels) if block.gpu else {}
     alive: dict[int, int] = {}
     peak = total = most = 0
     for number, kernel in enumerate(kernels):
@@ -80,6 +81,9 @@ def peak_of(
                     total += alive[value]
         in_place = kernel.op.kind in _IN_PLACE or (reuses and not kernel.heavy)
         over = dict(ending) if in_place else {}
+        # A GPU sums along rows and uses the sums in one kernel, which reads its rows twice.
+        rows = {v for value in kernel.reads for v in sums.get(block.root(value), ())}
+        over = {v: size for v, size in over.items() if v not in rows}
         reused = 0
         for value, size in kernel.writes.items():
             root = block.root(value)
@@ -105,7 +109,8 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
     What a product makes for one kernel after it is computed in the same one, and what is computed
     from arrays in memory for products alone, in each of them. Of what is gathered
     for a product in parts, or scattered after it, there are a few shards. What attention kernels
-    read and write fills whole registers along its last dim.
+    read and write fills whole registers along its last dim, and all others along the dim that
+    leaves least of them empty.
     """
     if block.gpu:
         return {}, set()
@@ -144,6 +149,10 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
                 dims = block.shapes[value].dims
                 if len(dims) >= 3 and 1 < dims[-1] < LANES:
                     found[value] = block.nbytes(value) * LANES // dims[-1]
+    for kernel in block.kernels:
+        for value in kernel.writes:
+            if value not in found and len(block.shapes[value].dims) > 1:
+                found[value] = int(block.nbytes(value) * filled(block.shapes[value].dims))
     return found, inlined
 
 
