@@ -16,8 +16,8 @@ class Gelu(nnx.Module):
     """Layers whose activation is dear to compute twice."""
 
     def __init__(self, rngs):
-        self.up = nnx.List([nnx.Linear(256, 1024, rngs=rngs) for _ in range(3)])
-        self.down = nnx.List([nnx.Linear(1024, 256, rngs=rngs) for _ in range(3)])
+        self.up = nnx.List([nnx.Linear(512, 2048, rngs=rngs) for _ in range(2)])
+        self.down = nnx.List([nnx.Linear(2048, 512, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x):
         for up, down in zip(self.up, self.down, strict=True):
@@ -49,16 +49,15 @@ def test_the_gradient_of_a_softmax_is_beside_what_it_is_computed_from(kv_heads):
     assert estimated == pytest.approx(compiled, rel=0.06)
 
 
-@pytest.mark.parametrize("on", ["h100:1x4", "v5e:2x2"])
-def test_what_is_dear_to_compute_again_is_kept_by_gpus(on):
+def test_what_is_dear_to_compute_again_is_kept_by_gpus():
     recipe = sw.Recipe(
         model=lambda: Gelu(nnx.Rngs(0)),
         loss=lambda model, x: (model(x) ** 2).mean(),
         optimizer=optax.adam(1e-3),
-        batch=jax.ShapeDtypeStruct((65536, 256), "float32"),
+        batch=jax.ShapeDtypeStruct((65536, 512), "float32"),
         compute_dtype="bfloat16",
     )
-    estimated, compiled = peaks(recipe, on)
+    estimated, compiled = peaks(recipe, "h100:1x4")
     assert estimated == pytest.approx(compiled, rel=0.1)
 
 
