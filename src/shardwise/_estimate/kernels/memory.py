@@ -81,9 +81,13 @@ def peak_of(
                     total += alive[value]
         in_place = kernel.op.kind in _IN_PLACE or (reuses and not kernel.heavy)
         over = dict(ending) if in_place else {}
-        # A GPU sums along rows and uses the sums in one kernel, which reads its rows twice.
+        # A GPU sums along rows and uses the sums in one kernel, which reads its rows twice. Nor does
+        # what sums write over what it reads.
         rows = {v for value in kernel.reads for v in sums.get(block.root(value), ())}
-        over = {v: size for v, size in over.items() if v not in rows}
+        sums_too = block.gpu and any(
+            op.kind == "reduce" and len(block.shapes[op.results[0]].dims) == 1 for op in kernel.ops
+        )
+        over = {} if sums_too else {v: size for v, size in over.items() if v not in rows}
         reused = 0
         for value, size in kernel.writes.items():
             root = block.root(value)
