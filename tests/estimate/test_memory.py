@@ -39,6 +39,12 @@ def test_offloaded_activations_are_not_on_the_device():
     assert away.state_bytes == kept.state_bytes
 
 
+def test_what_is_offloaded_keeps_its_layout():
+    kept, *_ = estimated("save:q,up,down")
+    away, *_ = estimated("offload:q,up,down")
+    assert away.by_axis == kept.by_axis and "all-to-all" not in away.by_axis["fsdp"]
+
+
 def test_offloaded_state_is_not_on_the_device():
     here, recipe, layout = estimated("nothing_saveable")
     away, offloaded, _ = estimated("nothing_saveable", offload="optimizer")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import shardwise as sw
 from shardwise import models
@@ -118,6 +119,27 @@ def test_an_unknown_custom_call_is_named_and_widens_the_bound():
     assert found.parts["unknown"] > 0
     assert found.high - found.seconds > 10 * found.parts["unknown"]
     assert str(found).splitlines()[2] == "not priced, only the memory that they move: mystery"
+
+
+class Attends(nnx.Module):
+    """Attention by a function that partitions itself, as JAX hands cuDNN's over."""
+
+    def __call__(self, q):
+        call = custom_partitioning(lambda q, k, v: q + k + v)
+        call.def_partition(
+            partition=lambda mesh, given, made: (mesh, None, made.sharding, ()),
+            sharding_rule="b l h d, b s h d, b s h d -> b l h d",
+        )
+        return call(q, jnp.sin(q), jnp.cos(q))
+
+
+def test_attention_that_partitions_itself_is_known_by_its_shapes():
+    layout = sw.layout(Attends, sw.mesh("data=4", on="h100:1x4"), "dp")
+    q = jax.ShapeDtypeStruct((8, 4096, 16, 128), "bfloat16")
+    found = sw.estimate(Attends, layout, inputs=q)
+    assert found.unpriced == {}
+    # Causal, on a quarter of the batch.
+    assert found.flops == 2 * 2 * 2 * 16 * 4096 * 4096 * 128 // 2
 
 
 class Narrow(nnx.Module):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -507,16 +508,20 @@ class Estimator:
             return Price(seconds, "attention", access.total, splash)
         wide = [s for s in shapes if len(s.dims) >= 3]
         names = target + config + op.location
+        made = [self.shapes[v] for v in op.results]
         attention = any(n in names for n in ("fmha", "flash", "dot_product_attention"))
-        if attention and len(wide) >= 2:
+        if (attention and len(wide) >= 2) or _attends(target, shapes, made):
             q, k = wide[0], wide[1]
             backward = any(n in names for n in ("Backward", "_bwd", "dkv", "_dq"))
+            backward |= [s.dims for s in made] == [s.dims for s in shapes[:3]]
             # A call that its own function partitions does not show its mask: taken to be causal.
             causal = 1 if "fmha" in target and "CAUSAL" not in config else 2
             flops = 2 * q.size * k.dims[1] * (5 if backward else 2) // causal
             if self.machine.gpu is not None and len(q.dims) == 4:
-                made = Instruction("", "custom-call", (), (), "", "CAUSAL" if causal == 2 else "")
-                return self.pricer.attention(made, target, wide, flops, access.total)
+                mask = "CAUSAL" if causal == 2 else ""
+                call = Instruction("", "custom-call", (), (), "", mask)
+                kind = "Backward" if backward else ""
+                return self.pricer.attention(call, kind, wide, flops, access.total)
             seconds = max(
                 flops / (0.5 * self.machine.peak_flops), access.total / self.pricer.bandwidth
             )
@@ -537,6 +542,19 @@ class Estimator:
         return peak_of(
             block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host
         )
+
+
+def _attends(target: str, given: Sequence[Shape], made: Sequence[Shape]) -> bool:
+    """Returns whether a call that its own function partitions is attention, by its shapes.
+
+    JAX hands cuDNN's attention over so, without its name: queries, keys and values of four dims, a
+    result as large as the queries, or their three gradients.
+    """
+    if "CustomSPMDPartitioning" not in target or len(given) < 3 or not made:
+        return False
+    q, k, v = (shape.dims for shape in given[:3])
+    heads = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3]
+    return heads and q[3] == k[3] and made[0].dims[:3] == q[:3]
 
 
 def _filled(waiting: list[tuple[float, float]], now: float, until: float) -> float:

@@ -9,6 +9,7 @@ from .flops import flops_of as flops_of
 from .flops import sliding_window_of as sliding_window_of
 from .flops import splash_flops as splash_flops
 from .flops import work_of as work_of
+from .lowered import MOVES as MOVES
 from .lowered import unpartitioned as unpartitioned
 from .program import Instruction as Instruction
 from .program import Module as Module

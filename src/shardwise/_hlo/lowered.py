@@ -12,11 +12,15 @@ from typing import Any
 
 from .._jax import mlir_bindings, module_bytes
 
+# To the memory of the host, and back.
+MOVES = ("MoveToHost", "MoveToDevice")
+
 
 def unpartitioned(module: Any) -> Any:
     """Returns a copy of a lowered program with what XLA does to it before it is partitioned.
 
-    Calls are inlined, and broadcasts that only add dims of size 1 become reshapes.
+    Calls are inlined, broadcasts that only add dims of size 1 become reshapes, and moves between
+    memories have the names by which Shardy knows them: it stops at others.
 
     Args:
         module: what `lowered.compiler_ir("stablehlo")` returns; its context must be active.
@@ -37,6 +41,8 @@ def unpartitioned(module: Any) -> Any:
         function.erase()
     for op in [op for op in _inside(main) if op.name == "stablehlo.broadcast_in_dim"]:
         _reshape(op, ir)
+    for op in [op for op in _inside(main) if op.name == "stablehlo.custom_call"]:
+        _move(op, ir)
     return own
 
 
@@ -60,6 +66,14 @@ def _inline(call: Any, function: Any) -> None:
         result.replace_all_uses_with(value)
     call.erase()
     function.erase()
+
+
+def _move(op: Any, ir: Any) -> None:
+    """Renames a move between the memories of a device and its host."""
+    if ir.StringAttr(op.attributes["call_target_name"]).value == "annotate_device_placement":
+        to_host = "pinned_host" in str(op.attributes["mhlo.frontend_attributes"])
+        name = MOVES[0] if to_host else MOVES[1]
+        op.attributes["call_target_name"] = ir.StringAttr.get(name, op.context)
 
 
 def _reshape(op: Any, ir: Any) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+from ..._hlo import MOVES
 from ..program import Op, Program
 from .fused import Block
 from .lanes import LANES, filled
@@ -18,7 +19,6 @@ from .windows import Kernel
 _UNROLLED = 4
 # What writes its result over an operand that nothing reads later.
 _IN_PLACE = {"all-reduce", "scatter", "sort"}
-_MOVES = "annotate_device_placement"
 # What they make is where their first operand is.
 _STAYS = {"dynamic_update_slice", "dynamic_slice", "slice", "reshape", "transpose", "copy"}
 _STAYS |= {"optimization_barrier", "sharding_constraint"}
@@ -171,7 +171,9 @@ def _is_elementwise(kernel: Kernel) -> bool:
 def placed(program: Program) -> Program:
     """Returns the program with moves between memories as copies, and the values on the host."""
     moves = [
-        op for op in _all(program.ops) if op.attributes.get("call_target_name") == f'"{_MOVES}"'
+        op
+        for op in _all(program.ops)
+        if op.attributes.get("call_target_name", "").strip('"') in MOVES
     ]
     if not moves and not program.host:
         return program

@@ -27,7 +27,7 @@ from .rates import GpuRates, Products
 _SPLITS = (1, 2, 4, 8, 16, 32)
 # Calls without work on the device.
 _NOTHING = re.compile(
-    r"Sharding$|SPMD|annotate_device_placement|LayoutConstraint|shape_assertion|AllocateBuffer|"
+    r"Sharding$|SPMD|annotate_device_placement|MoveTo|LayoutConstraint|shape_assertion|AllocateBuffer|"
     r"CreateBuffer|NopReturnToken|nop$|Pin$|Unpin$"
 )
 
