@@ -67,3 +67,21 @@ def test_what_is_dear_to_compute_again_is_kept_by_gpus():
 )
 def test_rows_fill_registers_in_the_best_order(dims, times):
     assert filled(dims) == pytest.approx(times)
+
+
+def test_small_arrays_stay_beside_a_tpu_s_cores():
+    config = models.Config(
+        layers=2, width=512, hidden=1408, vocab=2048, heads=4, scan=True, remat="nothing_saveable"
+    )
+    recipe = sw.Recipe(
+        model=lambda: models.Decoder(config, rngs=nnx.Rngs(0)),
+        loss=models.next_token_loss,
+        optimizer=optax.adam(1e-3),
+        batch=jax.ShapeDtypeStruct((32, 1024), "int32"),
+        compute_dtype="bfloat16",
+    )
+    layout = sw.layout(recipe.model, sw.mesh("data=8", on="v5e:2x4"), "fsdp")
+    compiled, estimated = sw.compile(recipe, layout, show=False), sw.estimate(recipe, layout)
+    # Through main memory it would take 1.6 times as long.
+    assert estimated.seconds == pytest.approx(compiled.time.seconds, rel=0.2)
+    assert estimated.peak_bound > compiled.memory.peak

@@ -6,25 +6,36 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .._base import public, show_bytes, show_seconds
 from .._chips import sent_bytes
-from .._hlo import Access, Instruction, Shape, convolution_flops, splash_flops, user_place
+from .._hlo import (
+    Access,
+    Instruction,
+    Shape,
+    convolution_flops,
+    is_attention,
+    splash_flops,
+    user_place,
+)
 from .._time import HOT, SPREAD, Link, Machine, Price, is_recomputed, largest, mfu_of, rate_of
 from .kernels import (
     COLLECTIVES,
+    LEFT,
     Block,
     Kernel,
     combined,
     heads_of,
     hiding_order,
+    nearby,
+    outside,
     padded,
     peak_of,
     rewritten,
+    run_between,
     size_of,
 )
 from .program import Program, forward_of, numbers_of, written
@@ -207,6 +218,7 @@ class Estimator:
         self.slower = 1.0
         self.names = list(machine.mesh)
         self.inner: dict[int, int] = {}
+        self.near: set[int] = set()
         self.rings: dict[Any, bool] = {}
         self.devices = np.arange(devices).reshape(tuple(machine.mesh.values()))
 
@@ -233,6 +245,7 @@ class Estimator:
         for numbers in groups:
             joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
         heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
+        self.near = set() if self.machine.gpu else nearby(block, self.machine.chips.chip.name)
         spent: list[float] = []
         blocked: set[int] = set()
         # What only makes results runs where something else waits, or at the end, as its inputs come.
@@ -248,7 +261,7 @@ class Estimator:
                 if inner.traffic:
                     blocked.add(number)
                 each = inner.seconds + (self.machine.gpu.iteration if self.machine.gpu else 0.0)
-                now = max(_filled(waiting, now, inputs), inputs)
+                now = max(run_between(waiting, now, inputs), inputs)
                 now += op.trips * each
                 run.add(inner, op.trips)
                 run.parts["launch"] += op.trips * (each - inner.seconds)
@@ -273,7 +286,7 @@ class Estimator:
                 if number in last_ones:
                     waiting.append((inputs, price.seconds + price.gap))
                 else:
-                    now = _filled(waiting, now, inputs)
+                    now = run_between(waiting, now, inputs)
                     run.parts["communication"] += max(0.0, inputs - now)
                     now = max(now, inputs) + price.seconds + price.gap
                 run.parts[price.bound] += price.seconds
@@ -416,7 +429,7 @@ class Estimator:
         op, access = kernel.op, kernel.access
         if not kernel.heavy:
             share = _ABSORBED if kernel.absorbed else 1.0
-            moved = padded(kernel, self.shapes, heads)
+            moved = outside(kernel, padded(kernel, self.shapes, heads), self.near)
             return self.pricer.streamed(moved, share * self._penalty(kernel))
         if op.kind == "dot_general":
             return self._dot(kernel)
@@ -458,10 +471,13 @@ class Estimator:
             return dataclasses.replace(
                 self.pricer.streamed(Access(moved, 0, flops), 1.1), flops=flops
             )
+        moved = sum(s.nbytes for s in shapes)
+        moved = outside(kernel, Access(moved, out.nbytes), self.near).total
         price = self.pricer.dot(shapes, numbers, flops, moved)
         if kernel.windowed:
             # Each part reads and writes the whole sum, or its own piece of the result.
             moved = 2 * out.nbytes * (kernel.windowed if kernel.summed else 1)
+            moved = int(moved * (LEFT if op.results[0] in self.near else 1.0))
             more = self.pricer.streamed(Access(moved, 0, 0), 1.0).seconds
             price = dataclasses.replace(price, seconds=price.seconds + 0.8 * more)
         return price
@@ -510,7 +526,7 @@ class Estimator:
         names = target + config + op.location
         made = [self.shapes[v] for v in op.results]
         attention = any(n in names for n in ("fmha", "flash", "dot_product_attention"))
-        if (attention and len(wide) >= 2) or _attends(target, shapes, made):
+        if (attention and len(wide) >= 2) or is_attention(target, shapes, made):
             q, k = wide[0], wide[1]
             backward = any(n in names for n in ("Backward", "_bwd", "dkv", "_dq"))
             backward |= [s.dims for s in made] == [s.dims for s in shapes[:3]]
@@ -539,31 +555,9 @@ class Estimator:
             kernels = block.results_last
         elif self.machine.gpu is not None:
             kernels, ends = hiding_order(kernels, spent, blocked, groups)
-        return peak_of(
-            block, kernels, ends, lambda kernel: self.inner[id(kernel.op)], self.program.host
-        )
-
-
-def _attends(target: str, given: Sequence[Shape], made: Sequence[Shape]) -> bool:
-    """Returns whether a call that its own function partitions is attention, by its shapes.
-
-    JAX hands cuDNN's attention over so, without its name: queries, keys and values of four dims, a
-    result as large as the queries, or their three gradients.
-    """
-    if "CustomSPMDPartitioning" not in target or len(given) < 3 or not made:
-        return False
-    q, k, v = (shape.dims for shape in given[:3])
-    heads = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3]
-    return heads and q[3] == k[3] and made[0].dims[:3] == q[:3]
-
-
-def _filled(waiting: list[tuple[float, float]], now: float, until: float) -> float:
-    """Returns the time after what is ready has run until another kernel's inputs come."""
-    while now < until and waiting and min(waiting)[0] <= now:
-        found = min(waiting)
-        waiting.remove(found)
-        now += found[1]
-    return now
+        inner = lambda kernel: self.inner[id(kernel.op)]  # noqa: E731
+        near = nearby(block, self.machine.chips.chip.name) if self.machine.gpu is None else set()
+        return peak_of(block, kernels, ends, inner, self.program.host, near)
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:

@@ -6,6 +6,7 @@ from .access import target_of as target_of
 from .flops import bytes_accessed as bytes_accessed
 from .flops import convolution_flops as convolution_flops
 from .flops import flops_of as flops_of
+from .flops import is_attention as is_attention
 from .flops import sliding_window_of as sliding_window_of
 from .flops import splash_flops as splash_flops
 from .flops import work_of as work_of

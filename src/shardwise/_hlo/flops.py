@@ -256,3 +256,16 @@ def splash_flops(name: str, shapes: Sequence[Shape]) -> int | None:
     blocks = next((s.dims[-2:] for s in shapes if len(s.dims) == 3 and s.dtype == "s8"), (1, 1))
     share = min(0.5, min(blocks) / max(blocks))
     return int(2 * q.size * k.dims[-2] * _SPLASH_PRODUCTS[kernel[1]] * share)
+
+
+def is_attention(target: str, given: Sequence[Shape], made: Sequence[Shape]) -> bool:
+    """Returns whether a call that its own function partitions is attention, by its shapes.
+
+    JAX hands cuDNN's attention over so, without its name: queries, keys and values of four dims, a
+    result as large as the queries, or their three gradients.
+    """
+    if "CustomSPMDPartitioning" not in target or len(given) < 3 or not made:
+        return False
+    q, k, v = (shape.dims for shape in given[:3])
+    heads = len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1:3] == v[1:3]
+    return heads and q[3] == k[3] and made[0].dims[:3] == q[:3]

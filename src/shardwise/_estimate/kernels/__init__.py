@@ -5,9 +5,13 @@ from .fused import COLLECTIVES as COLLECTIVES
 from .fused import Block as Block
 from .fused import size_of as size_of
 from .hiding import hiding_order as hiding_order
+from .hiding import run_between as run_between
 from .lanes import heads_of as heads_of
 from .lanes import padded as padded
 from .memory import peak_of as peak_of
 from .memory import placed as placed
 from .rewrites import rewritten as rewritten
+from .vector import LEFT as LEFT
+from .vector import nearby as nearby
+from .vector import outside as outside
 from .windows import Kernel as Kernel

@@ -113,3 +113,12 @@ def _depths(
             if not waiting[other]:
                 ready.append(other)
     return depth
+
+
+def run_between(waiting: list[tuple[float, float]], now: float, until: float) -> float:
+    """Returns the time after what is ready has run until another kernel's inputs come."""
+    while now < until and waiting and min(waiting)[0] <= now:
+        found = min(waiting)
+        waiting.remove(found)
+        now += found[1]
+    return now

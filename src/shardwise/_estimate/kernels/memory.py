@@ -30,6 +30,7 @@ def peak_of(
     ends: Sequence[int],
     inner: Callable[[Kernel], int],
     host: Collection[int] = (),
+    near: Collection[int] = (),
 ) -> tuple[int, int]:
     """Returns the most bytes alive at once, as scheduled, and if nothing were freed early.
 
@@ -39,6 +40,7 @@ def peak_of(
         ends: for each kernel, the number of the last one that runs beside it.
         inner: returns the bytes that the body of a loop takes.
         host: the values in the memory of the hosts.
+        near: the values beside a TPU's cores, in a memory of their own.
     """
     last: dict[int, int] = {}
     for kernel, end in zip(kernels, ends, strict=True):
@@ -46,6 +48,7 @@ def peak_of(
             root = block.root(value)
             last[root] = max(last.get(root, -1), end)
     sizes, inlined = _sizes(block)
+    sizes |= dict.fromkeys(near, 0)
     for kernel in reversed(kernels):
         # What products compute for themselves is read when they run.
         for value in kernel.writes.keys() & inlined:
