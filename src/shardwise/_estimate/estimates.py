@@ -245,7 +245,8 @@ class Estimator:
         for numbers in groups:
             joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
         heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
-        self.near = set() if self.machine.gpu else nearby(block, self.machine.chips.chip.name)
+        if self.machine.gpu is None:
+            self.near |= nearby(block, self.machine.chips.chip.name)
         spent: list[float] = []
         blocked: set[int] = set()
         # What only makes results runs where something else waits, or at the end, as its inputs come.
@@ -555,9 +556,10 @@ class Estimator:
             kernels = block.results_last
         elif self.machine.gpu is not None:
             kernels, ends = hiding_order(kernels, spent, blocked, groups)
-        inner = lambda kernel: self.inner[id(kernel.op)]  # noqa: E731
-        near = nearby(block, self.machine.chips.chip.name) if self.machine.gpu is None else set()
-        return peak_of(block, kernels, ends, inner, self.program.host, near)
+        inside = self.inner
+        return peak_of(
+            block, kernels, ends, lambda k: inside[id(k.op)], self.program.host, self.near
+        )
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:
