@@ -515,9 +515,8 @@ class Estimator:
         op, access = kernel.op, kernel.access
         target = op.attributes.get("call_target_name", "")
         shapes = [self.shapes[v] for v in op.operands]
-        config = op.attributes.get("mhlo.backend_config", "") + op.attributes.get(
-            "backend_config", ""
-        )
+        configs = ("mhlo.backend_config", "backend_config")
+        config = "".join(op.attributes.get(name, "") for name in configs)
         splash = splash_flops(op.location, shapes)
         if splash is not None:
             moved = access.total / self.pricer.bandwidth
@@ -556,10 +555,11 @@ class Estimator:
             kernels = block.results_last
         elif self.machine.gpu is not None:
             kernels, ends = hiding_order(kernels, spent, blocked, groups)
-        inside = self.inner
-        return peak_of(
-            block, kernels, ends, lambda k: inside[id(k.op)], self.program.host, self.near
-        )
+        inside = lambda k: self.inner[id(k.op)]  # noqa: E731
+        peak, bound = peak_of(block, kernels, ends, inside, self.program.host, self.near)
+        if self.near:  # whether an array is beside the cores is for the compiler to say
+            bound = max(bound, *peak_of(block, kernels, ends, inside, self.program.host))
+        return peak, bound
 
 
 def estimate_of(program: Program, machine: Machine, tokens: int | None) -> Estimate:
