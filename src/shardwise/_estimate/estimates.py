@@ -245,8 +245,7 @@ class Estimator:
         for numbers in groups:
             joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
         heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
-        if self.machine.gpu is None:
-            self.near |= nearby(block, self.machine.chips.chip.name)
+        self.near |= nearby(block, self.machine.chips.chip.name)
         spent: list[float] = []
         blocked: set[int] = set()
         # What only makes results runs where something else waits, or at the end, as its inputs come.
@@ -555,7 +554,7 @@ class Estimator:
             kernels = block.results_last
         elif self.machine.gpu is not None:
             kernels, ends = hiding_order(kernels, spent, blocked, groups)
-        inside = lambda k: self.inner[id(k.op)]  # noqa: E731
+        inside = {kernel: self.inner.get(id(kernel.op), 0) for kernel in kernels}.__getitem__
         peak, bound = peak_of(block, kernels, ends, inside, self.program.host, self.near)
         if self.near:  # whether an array is beside the cores is for the compiler to say
             bound = max(bound, *peak_of(block, kernels, ends, inside, self.program.host))

@@ -21,7 +21,9 @@ LEFT = 0.1
 
 def nearby(block: Block, chip: str) -> set[int]:
     """Returns the arrays that are read soon after they are made, and small enough."""
-    memory = _VECTOR.get(chip, 0)
+    memory = _VECTOR.get(chip)
+    if memory is None:
+        return set()
     last = {
         block.root(value): number
         for number, kernel in enumerate(block.kernels)
