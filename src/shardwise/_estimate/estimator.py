@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,16 @@ from .kernels import (
     COLLECTIVES,
     Block,
     Kernel,
+    Step,
     combined,
     heads_of,
     hiding_order,
+    is_copy,
+    lives_of,
+    merged,
     nearby,
     peak_of,
     rewritten,
-    run_between,
     size_of,
 )
 from .prices import Prices
@@ -68,6 +72,16 @@ class _Run:
         self.kernels += other.kernels
 
 
+@dataclasses.dataclass(slots=True)
+class _Piece:
+    """What one kernel takes: seconds, the pause after it, its link, and whether a loop sends."""
+
+    seconds: float
+    gap: float = 0.0
+    link: str = "none"
+    sends: bool = False
+
+
 class Estimator:
     """Prices a partitioned step on some chips."""
 
@@ -100,58 +114,54 @@ class Estimator:
     def _block(self, ops: Any, outputs: Any) -> _Run:
         block = self._grouped(ops, outputs)
         run = _Run(kernels=len(block.kernels))
-        now, ready, links = 0.0, {}, {}
-        from_start = self._early(block)
-        needed = self._needed(block)
-        groups = combined(block, from_start, needed) if self.machine.gpu is not None else []
+        gpu = self.machine.gpu is not None
+        from_start, needed = self._early(block), self._needed(block)
+        groups = combined(block, from_start, needed) if gpu else []
+        heads = set() if gpu else heads_of(block.kernels, self.shapes)
+        self.near |= nearby(block, self.machine.chips.chip.name)
+        pieces = self._priced(block, heads, groups, run)
+        if gpu:
+            blocked = {n for n, piece in enumerate(pieces) if piece.sends}
+            copied = {n for n, kernel in enumerate(block.kernels) if is_copy(kernel)}
+            spent = [piece.seconds for piece in pieces]
+            groups += merged(block)
+            steps = hiding_order(block.kernels, spent, blocked, groups, copied)
+            run.seconds = self._overlapped(steps, pieces, run)
+            order, ends = lives_of(steps)
+            kernels = [block.kernels[n] for n in order]
+        else:
+            run.seconds = self._streamed(block, pieces, from_start, needed, run)
+            kernels, ends = block.kernels, list(range(len(block.kernels)))
+        run.peak, run.bound = self._peak(block, kernels, ends)
+        return run
+
+    def _priced(
+        self, block: Block, heads: set[int], groups: list[list[int]], run: _Run
+    ) -> list[_Piece]:
+        """Returns what each kernel takes, and counts it."""
         joined = {n: 0 for numbers in groups for n in numbers}
         for numbers in groups:
             joined[numbers[-1]] = sum(size_of(self.shapes, block.kernels[n].op) for n in numbers)
-        heads = heads_of(block.kernels, self.shapes) if self.machine.gpu is None else set()
-        self.near |= nearby(block, self.machine.chips.chip.name)
-        spent: list[float] = []
-        blocked: set[int] = set()
-        # What only makes results runs where something else waits, or at the end, as its inputs come.
-        last_ones = self._results(block) if self.machine.gpu is not None else set()
-        waiting: list[tuple[float, float]] = []
+        found = []
         for number, kernel in enumerate(block.kernels):
-            op, before = kernel.op, len(spent)
-            inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
+            op = kernel.op
             if op.kind == "while" and kernel.heavy:
                 inner = self._block(op.body, op.after)
                 self.inner[id(op)] = inner.peak
-                spent.append(0.0)  # this compiler does not count how long loops take
-                if inner.traffic:
-                    blocked.add(number)
                 each = inner.seconds + (self.machine.gpu.iteration if self.machine.gpu else 0.0)
-                now = max(run_between(waiting, now, inputs), inputs)
-                now += op.trips * each
                 run.add(inner, op.trips)
                 run.parts["launch"] += op.trips * (each - inner.seconds)
-                end = now
+                piece = _Piece(op.trips * each, sends=bool(inner.traffic))
             elif kernel.windowed and op.kind in COLLECTIVES:
                 self._counted(kernel, run)  # its permutes run with the product
-                end = inputs
+                piece = _Piece(0.0)
             elif op.kind in COLLECTIVES and kernel.heavy:
-                start = inputs if number in from_start else max(now, inputs)
-                seconds, end = self._collective(kernel, start, links, run, joined.get(number))
-                spent.append(seconds)
-                awaited = op.kind != "all-reduce" or any(v in needed for v in op.results)
-                if self.machine.gpu is None and awaited:
-                    # This compiler runs them one after the other with what computes.
-                    run.parts["communication"] += max(0.0, end - now)
-                    now = max(now, end)
+                piece = self._collective(kernel, run, joined.get(number))
             else:
                 price = self.prices.of(kernel, heads)
                 if price.kind in HOT:
                     price = dataclasses.replace(price, seconds=price.seconds * self.slower)
-                spent.append(price.seconds)
-                if number in last_ones:
-                    waiting.append((inputs, price.seconds + price.gap))
-                else:
-                    now = run_between(waiting, now, inputs)
-                    run.parts["communication"] += max(0.0, inputs - now)
-                    now = max(now, inputs) + price.seconds + price.gap
+                piece = _Piece(price.seconds, price.gap)
                 run.parts[price.bound] += price.seconds
                 run.parts["launch"] += price.gap
                 run.kinds[price.kind] += price.seconds
@@ -159,41 +169,64 @@ class Estimator:
                     run.unpriced[op.attributes.get("call_target_name", op.kind).strip('"')] += 1
                 run.flops += price.flops
                 run.recomputed += price.flops if is_recomputed(op.location) else 0
+            found.append(piece)
+        return found
+
+    def _overlapped(self, steps: Sequence[Step], pieces: Sequence[_Piece], run: _Run) -> float:
+        """Returns how long a GPU takes for steps in order, and what it waits for collectives."""
+        now, links, ends = 0.0, {}, {}
+        for step in steps:
+            seconds = sum(pieces[n].seconds for n in step.kernels)
+            if step.part == "run":
+                now += seconds + sum(pieces[n].gap for n in step.kernels)
+            elif step.part == "send":
+                link = max((pieces[n] for n in step.kernels), key=lambda piece: piece.seconds).link
+                ends[step.kernels] = links[link] = max(now, links.get(link, 0.0)) + seconds
+            else:
+                run.parts["communication"] += max(0.0, ends[step.kernels] - now)
+                now = max(now, ends[step.kernels])
+        return now
+
+    def _streamed(
+        self,
+        block: Block,
+        pieces: Sequence[_Piece],
+        from_start: set[int],
+        needed: set[int],
+        run: _Run,
+    ) -> float:
+        """Returns how long a TPU takes, which waits for most collectives where they are sent."""
+        now, ready, links = 0.0, {}, {}
+        for number, (kernel, piece) in enumerate(zip(block.kernels, pieces, strict=True)):
+            op = kernel.op
+            inputs = max((ready.get(v, 0.0) for v in kernel.reads), default=0.0)
+            if kernel.windowed and op.kind in COLLECTIVES:
+                end = inputs
+            elif op.kind in COLLECTIVES and kernel.heavy:
+                start = inputs if number in from_start else max(now, inputs)
+                end = max(start, links.get(piece.link, 0.0)) + piece.seconds
+                links[piece.link] = end
+                if op.kind != "all-reduce" or any(v in needed for v in op.results):
+                    run.parts["communication"] += max(0.0, end - now)
+                    now = max(now, end)
+            else:
+                run.parts["communication"] += max(0.0, inputs - now)
+                now = max(now, inputs) + piece.seconds + piece.gap
                 for partner in kernel.partners:
                     # One permute is sent before the first part, or after the last.
                     each = self._permuted(partner)
                     sent = partner.permutes * each
-                    waits = max(each, sent - price.seconds)
+                    waits = max(each, sent - piece.seconds)
                     run.parts["communication"] += waits
                     run.kinds["collective"] += sent
                     run.lines[user_place(partner.op.frames) or "?"] += sent
                     now += waits
                 end = now
-            if len(spent) == before:
-                spent.append(0.0)
-            for value in kernel.writes:
+            for value in (*kernel.writes, *op.results):
                 ready[value] = end
-            for value in op.results:
-                ready[value] = end
-        for begin, seconds in sorted(waiting):
-            run.parts["communication"] += max(0.0, begin - now)
-            now = max(now, begin) + seconds
         last = max([now, *links.values()])
         run.parts["communication"] += last - now
-        run.seconds = last
-        run.peak, run.bound = self._peak(block, spent, blocked, groups)
-        return run
-
-    def _results(self, block: Block) -> set[int]:
-        """Returns the kernels that only write results of the block, which no other reads."""
-        read = {value for kernel in block.kernels for value in kernel.reads}
-        return {
-            number
-            for number, kernel in enumerate(block.kernels)
-            if not kernel.heavy
-            and not kernel.writes.keys() & read
-            and all(block.root(v) in block.outputs for v in kernel.writes)
-        }
+        return last
 
     def _needed(self, block: Block) -> set[int]:
         """Returns what is read by something else than what only writes results of the block."""
@@ -232,26 +265,17 @@ class Estimator:
                 here.update(kernel.op.results)
         return found
 
-    def _collective(
-        self, kernel: Kernel, start: float, links: Any, run: _Run, combined: int | None
-    ) -> tuple[float, float]:
-        """Counts a collective; returns how long it takes, and when it ends."""
+    def _collective(self, kernel: Kernel, run: _Run, combined: int | None) -> _Piece:
+        """Counts a collective; returns how long it takes, and over which link."""
         op = kernel.op
-        members = math.prod(size for _, size in op.axes)
-        if members <= 1:
-            return 0.0, start
+        if math.prod(size for _, size in op.axes) <= 1:
+            return _Piece(0.0)
         size = size_of(self.shapes, op) if combined is None else combined
-        if size:
-            link = self.machine.link(op.kind, size, self._groups(op))
-        else:
-            link = Link("none", 0.0)
-        begin = max(start, links.get(link.name, 0.0))
-        end = begin + kernel.repeats * link.seconds
-        links[link.name] = end
+        link = self.machine.link(op.kind, size, self._groups(op)) if size else Link("none", 0.0)
         run.kinds["collective"] += link.seconds
         self._counted(kernel, run)
         run.lines[user_place(op.frames) or "?"] += link.seconds
-        return link.seconds, end
+        return _Piece(kernel.repeats * link.seconds, link=link.name)
 
     def _counted(self, kernel: Kernel, run: _Run) -> None:
         """Counts a collective and the bytes that it sends."""
@@ -289,13 +313,8 @@ class Estimator:
         return groups
 
     def _peak(
-        self, block: Block, spent: list[float], blocked: set[int], groups: list[list[int]]
+        self, block: Block, kernels: Sequence[Kernel], ends: Sequence[int]
     ) -> tuple[int, int]:
-        kernels, ends = block.kernels, list(range(len(block.kernels)))
-        if self.machine.gpu is not None and not any(k.op.kind == "while" for k in kernels):
-            kernels = block.results_last
-        elif self.machine.gpu is not None:
-            kernels, ends = hiding_order(kernels, spent, blocked, groups)
         inside = {kernel: self.inner.get(id(kernel.op), 0) for kernel in kernels}.__getitem__
         peak, bound = peak_of(block, kernels, ends, inside, self.program.host, self.near)
         if self.near:  # whether an array is beside the cores is for the compiler to say

@@ -1,11 +1,14 @@
 """The kernels that a compiler makes of operations: what is fused, in which order they run, and what is alive."""
 
 from .combining import combined as combined
+from .combining import merged as merged
 from .fused import COLLECTIVES as COLLECTIVES
 from .fused import Block as Block
 from .fused import size_of as size_of
+from .hiding import Step as Step
 from .hiding import hiding_order as hiding_order
-from .hiding import run_between as run_between
+from .hiding import is_copy as is_copy
+from .hiding import lives_of as lives_of
 from .lanes import heads_of as heads_of
 from .lanes import padded as padded
 from .memory import peak_of as peak_of

@@ -60,6 +60,7 @@ class Block:
         self.shapes, self.gpu = program.shapes, gpu
         self.ops = scattered(list(ops), self.shapes, 0 if gpu else devices)
         self.maker = {value: op for op in self.ops for value in op.results}
+        self.results = outputs
         self.outputs = {self.root(value) for value in outputs}
         self.narrow: set[int] = set()
         # The bytes of each value in memory that a value is computed from.
@@ -388,22 +389,41 @@ class Block:
                 kept.append(kernel)
         return kept
 
-    @property
-    def results_last(self) -> list[Kernel]:
-        """The kernels with those of which only results are made at the end."""
-        return self._ordered(self.kernels, results_last=True)
+    def post_order(self) -> list[int]:
+        """Returns for each kernel its place if each comes right after the first visit of its operands."""
+        owner = {v: i for i, k in enumerate(self.kernels) for op in k.ops for v in op.results}
+        owner |= {value: i for i, k in enumerate(self.kernels) for value in k.writes}
+        near = [
+            list(dict.fromkeys(owner[v] for v in reads if owner.get(v, i) != i))
+            for i, kernel in enumerate(self.kernels)
+            # A fusion has its operands in the order in which producers were fused, the last first.
+            for reads in [list(kernel.reads) if kernel.heavy else list(reversed(kernel.reads))]
+        ]
+        roots = [owner[v] for value in self.results for v in self._behind(value) if v in owner]
+        places = [-1] * len(near)
+        seen: set[int] = set()
+        count = 0
+        stack = [(i, False) for i in reversed([*roots, *range(len(near))])]
+        while stack:
+            i, left = stack.pop()
+            if left:
+                places[i], count = count, count + 1
+            elif i not in seen:
+                seen.add(i)
+                stack.append((i, True))
+                stack += [(j, False) for j in reversed(near[i]) if j not in seen]
+        return places
 
-    def _ordered(self, kernels: list[Kernel], *, results_last: bool = False) -> list[Kernel]:
+    def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
         _, after = neighbours(kernels)
         early = _levels(kernels)
-        late = [max(early, default=0)] * len(early) if results_last else list(early)
+        late = list(early)
         for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
             if after[i]:
                 late[i] = min(late[j] for j in after[i]) - 1
-        if not results_last:
-            for kernel, level in zip(kernels, late, strict=True):
-                kernel.level = level
+        for kernel, level in zip(kernels, late, strict=True):
+            kernel.level = level
         return [
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))

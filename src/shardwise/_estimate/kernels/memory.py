@@ -94,7 +94,9 @@ def peak_of(
         reused = 0
         for value, size in kernel.writes.items():
             root = block.root(value)
-            kept = root in alive or root in again or root not in block.maker
+            # What is made of something outside stays there, but for copies in another order.
+            outside = root not in block.maker and root != value
+            kept = root in alive or root in again or outside
             if kept or not size or root in block.outputs or value in block.outputs:
                 continue
             alive[root] = 0 if root in host else sizes.get(value, block.nbytes(value))
