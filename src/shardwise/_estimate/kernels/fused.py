@@ -123,11 +123,13 @@ class Block:
     def _spread(self) -> None:
         """Works out what each value is computed from, and keeps what is dear to compute again."""
         users: dict[int, int] = defaultdict(int)
-        for op in self.ops:
+        for op in reversed(self.ops):
+            # What reads an array in a wider dtype reads the array.
+            widened = self.gpu and op.kind == "convert" and self._widens(op)
             for operand in set(op.operands):
                 if op.kind not in ALIASES | _TRANSPARENT:
                     for value in self._behind(operand):
-                        users[value] += 1
+                        users[value] += max(1, users[op.results[0]]) if widened else 1
         for op in self.ops:
             if op.kind in _HEAVY or op.kind in ("reduce", "dynamic_update_slice"):
                 continue
@@ -145,6 +147,9 @@ class Block:
                 if plain and (dear or value in self.kept):
                     self.kept.add(value)
                 self.cones[value] = cone
+
+    def _widens(self, cast: Op) -> bool:
+        return self.shapes[cast.results[0]].nbytes > self.shapes[cast.operands[0]].nbytes
 
     def cone(self, value: int) -> dict[int, int]:
         """Returns the values in memory that a value is read or computed from, each with bytes."""
