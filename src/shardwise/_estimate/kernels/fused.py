@@ -323,7 +323,30 @@ class Block:
             kernels = self._siblings(self._rows(kernels))
             if len(kernels) == before:
                 break
-        return kernels
+        return self._columns(kernels) if self.gpu else kernels
+
+    def _columns(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Merges sums over columns with what writes an array of the same elements."""
+        owner = {value: kernel for kernel in kernels for value in kernel.writes}
+        gone: set[Kernel] = set()
+        for kernel in kernels:
+            if kernel.op.kind != "reduce" or not kernel.size or self._by_row(kernel.op):
+                continue
+            for other in kernels:
+                if other.heavy or other.size != kernel.size or other.op.kind == "reduce":
+                    continue
+                shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
+                if (
+                    2 * shared >= sum(kernel.reads.values())
+                    and shared
+                    and not _waits_for(other.reads, kernel, owner)
+                    and not _waits_for(kernel.reads, other, owner)
+                ):
+                    _join(other, kernel, set(), keep=True)
+                    owner |= dict.fromkeys(kernel.writes, other)
+                    gone.add(kernel)
+                    break
+        return [kernel for kernel in kernels if kernel not in gone]
 
     def _rows(self, kernels: list[Kernel]) -> list[Kernel]:
         """Merges kernels with those that read their results next, over the same elements.
@@ -385,6 +408,8 @@ class Block:
                 kept.append(kernel)
                 continue
             for other in places[at, kernel.size]:
+                if self.gpu and self._sums_alike(kernel, other) is False:
+                    continue  # rows are summed in one kernel, columns in another
                 shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
                 if 2 * shared >= sum(kernel.reads.values()) and shared:
                     _join(other, kernel, set(), keep=True)
@@ -393,6 +418,12 @@ class Block:
                 places[at, kernel.size].append(kernel)
                 kept.append(kernel)
         return kept
+
+    def _sums_alike(self, kernel: Kernel, other: Kernel) -> bool | None:
+        """Returns whether two sums are both of rows or both of columns; None if one is no sum."""
+        if kernel.op.kind != "reduce" or other.op.kind != "reduce":
+            return None
+        return self._by_row(kernel.op) == self._by_row(other.op)
 
     def post_order(self) -> list[int]:
         """Returns for each kernel its place if each comes right after the first visit of its operands."""

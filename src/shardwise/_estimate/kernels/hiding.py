@@ -20,8 +20,11 @@ from collections.abc import Collection, Sequence
 from .fused import COLLECTIVES, neighbours
 from .windows import Kernel
 
-# In microseconds: from a node to the next, what the scheduler thinks that loops take, and a copy.
-_NEXT, _LOOP, _COPY = 1.0, 0.01, 5000.0
+# In microseconds: from a node to the next, what the scheduler thinks that loops and small fusions
+# take, and what a copy takes.
+_NEXT, _SHORT, _COPY = 1.0, 0.01, 5000.0
+# Fusions that move less take less than a microsecond by its reckoning.
+_TINY = 3 * 2**20
 # To slice what products that were merged return.
 _SLICE = 4.0
 _SLICED = ("dynamic_slice", "dynamic_update_slice")
@@ -168,7 +171,8 @@ def _graph(
             begin |= dict.fromkeys(group, last - 1)
             end |= dict.fromkeys(group, last)
         else:
-            cost = _LOOP if first.op.kind == "while" else spent
+            small = not first.heavy and first.access.total < _TINY
+            cost = _SHORT if first.op.kind == "while" or small else spent
             begin |= dict.fromkeys(group, len(nodes))
             end |= dict.fromkeys(group, len(nodes))
             nodes.append(_Node(Step(numbers, "run"), place, cost, blocked=group[0] in blocked))
