@@ -124,7 +124,7 @@ class Estimator:
             blocked = {n for n, piece in enumerate(pieces) if piece.sends}
             copied = {n for n, kernel in enumerate(block.kernels) if is_copy(kernel)}
             spent = [piece.seconds for piece in pieces]
-            groups += merged(block)
+            groups += merged(block, groups)
             steps = hiding_order(block.kernels, spent, blocked, groups, copied)
             run.seconds = self._overlapped(steps, pieces, run)
             order, ends = lives_of(steps)

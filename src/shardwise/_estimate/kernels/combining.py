@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from .fused import Block, neighbours, size_of
+from .windows import Kernel
 
 # In bytes on each device.
 _MOST = 30 * 2**20 + 7
@@ -40,40 +41,62 @@ def combined(block: Block, from_start: Collection[int], needed: Collection[int])
         elif not any(v in needed for v in op.results) or size_of(block.shapes, op) < _SMALL:
             dtype = block.shapes[op.results[0]].dtype
             alike.setdefault((op.kind, op.axes, dtype), []).append(number)
-    waits = _waits(block, {number for numbers in alike.values() for number in numbers})
-    found: list[list[int]] = []
+    found = _Joined(block.kernels)
     for numbers in alike.values():
-        free = members = 0
+        free = 0
         for number in numbers:
             op = block.kernels[number].op
             size = sum(block.shapes[v].nbytes for v in op.results)
-            waited = any(waits[n] >> number & 1 for n in found[-1]) if members else False
-            if size > free or waits[number] & members or waited:
-                found.append([])
-                free, members = _MOST, 0
-            found[-1].append(number)
+            if size > free or not found.join(number):
+                found.begin(number)
+                free = _MOST
             free -= size
-            members |= 1 << number
-    return found
+    return found.groups
 
 
-def _waits(block: Block, wanted: Collection[int]) -> list[int]:
-    """Returns for each kernel those of the wanted ones that it waits for, as the bits of a number."""
-    found = [0] * len(block.kernels)
-    for number, near in enumerate(neighbours(block.kernels)[0]):
-        for other in near:
-            if other < number:
-                found[number] |= found[other] | (1 << other if other in wanted else 0)
-    return found
+class _Joined:
+    """Kernels in groups that run as one, such that no two groups wait for each other."""
+
+    def __init__(self, kernels: Sequence[Kernel], groups: Sequence[list[int]] = ()):
+        """Takes the kernels, and groups of them that are there already."""
+        self.groups: list[list[int]] = []
+        self.before, self.after = neighbours(kernels)
+        self.members: dict[int, list[int]] = {n: group for group in groups for n in group}
+
+    def begin(self, number: int) -> None:
+        """Begins a group."""
+        self.groups.append([number])
+        self.members[number] = self.groups[-1]
+
+    def join(self, number: int) -> bool:
+        """Adds a kernel to the last group, unless one of them waits for the other."""
+        group = self.groups[-1]
+        if self._reached(group, {number}) or self._reached([number], set(group)):
+            return False
+        group.append(number)
+        self.members[number] = group
+        return True
+
+    def _reached(self, start: Sequence[int], wanted: set[int]) -> bool:
+        """Returns whether something that is wanted waits for the start."""
+        todo, seen = list(start), set(start)
+        while todo:
+            near = self.after[todo.pop()]
+            if near & wanted:
+                return True
+            for other in near - seen:
+                group = self.members.get(other, (other,))
+                seen.update(group)
+                todo += group
+        return False
 
 
-def merged(block: Block) -> list[list[int]]:
+def merged(block: Block, groups: Sequence[list[int]]) -> list[list[int]]:
     """Returns the numbers of products that are computed as one: two alike with an operand in common.
 
-    As of queries and keys, and their gradients.
+    As of queries and keys, and their gradients. `groups` are those of other kernels.
     """
     kernels, shapes = block.kernels, block.shapes
-    before, _ = neighbours(kernels)
     alike: dict[Any, list[int]] = {}
     for number, kernel in enumerate(kernels):
         op = kernel.op
@@ -82,11 +105,10 @@ def merged(block: Block) -> list[list[int]]:
                 # A transposed operand is read in its own order, with other dims.
                 other, made = shapes[block.root(op.operands[1 - side])], shapes[op.results[0]]
                 alike.setdefault((side, block.root(operand), other, made), []).append(number)
-    found: list[list[int]] = []
+    found = _Joined(kernels, groups)
     for numbers in alike.values():
-        if len(numbers) > 1 and not {n for pair in found for n in pair} & set(numbers[:2]):
-            one, other = numbers[:2]
-            sizes = [shapes[v].nbytes for v in kernels[one].op.operands[:2]]
-            if max(sizes) <= _MERGED and one not in before[other]:
-                found.append([one, other])
-    return found
+        one, *others = [number for number in numbers if number not in found.members] or [-1]
+        if others and max(shapes[v].nbytes for v in kernels[one].op.operands[:2]) <= _MERGED:
+            found.begin(one)
+            found.join(others[0])
+    return [group for group in found.groups if len(group) > 1]
