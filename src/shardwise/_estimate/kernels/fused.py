@@ -327,7 +327,7 @@ class Block:
 
     def _columns(self, kernels: list[Kernel]) -> list[Kernel]:
         """Merges sums over columns with what writes an array of the same elements."""
-        owner = {value: kernel for kernel in kernels for value in kernel.writes}
+        owner = _makers(kernels)
         gone: set[Kernel] = set()
         for kernel in kernels:
             if kernel.op.kind != "reduce" or not kernel.size or self._by_row(kernel.op):
@@ -355,11 +355,10 @@ class Block:
         writes an array, with a reduction of it.
         """
         readers: dict[int, list[Kernel]] = defaultdict(list)
-        owner: dict[int, Kernel] = {}
+        owner = _makers(kernels)
         for kernel in kernels:
             for value in kernel.reads:
                 readers[value].append(kernel)
-            owner |= dict.fromkeys(kernel.writes, kernel)
         gone: set[Kernel] = set()
         for kernel in kernels:
             if kernel.heavy or not kernel.size:
@@ -464,6 +463,12 @@ class Block:
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
         ]
+
+
+def _makers(kernels: Sequence[Kernel]) -> dict[int, Kernel]:
+    """Returns what makes each value in memory."""
+    owner = {value: kernel for kernel in kernels if kernel.heavy for value in kernel.op.results}
+    return owner | {value: kernel for kernel in kernels for value in kernel.writes}
 
 
 def _waits_for(values: Iterable[int], kernel: Kernel, owner: Mapping[int, Kernel]) -> bool:
