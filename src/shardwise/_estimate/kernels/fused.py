@@ -32,6 +32,8 @@ _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8,
 _ONCE = ("tanh", "erf")
 # A row of a normalisation that one kernel still holds.
 _ROW = 16384
+# A gather that takes less than this part of an array is computed with what else reads it.
+_FEW = 64
 
 
 class Block:
@@ -323,7 +325,28 @@ class Block:
             kernels = self._siblings(self._rows(kernels))
             if len(kernels) == before:
                 break
-        return self._columns(kernels) if self.gpu else kernels
+        return self._picked(self._columns(kernels)) if self.gpu else kernels
+
+    def _picked(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Merges gathers of few elements with what reads the array too."""
+        owner = _makers(kernels)
+        gone: set[Kernel] = set()
+        for kernel in kernels:
+            source = self.root(kernel.op.operands[0]) if kernel.op.kind == "gather" else -1
+            if source not in owner or _FEW * kernel.writes[kernel.op.results[0]] > self.nbytes(source):
+                continue
+            for other in kernels:
+                if (
+                    not other.heavy
+                    and source in other.reads
+                    and not _waits_for(other.reads, kernel, owner)
+                    and not _waits_for(kernel.reads, other, owner)
+                ):
+                    _join(other, kernel, set(), keep=True)
+                    owner |= dict.fromkeys(kernel.writes, other)
+                    gone.add(kernel)
+                    break
+        return [kernel for kernel in kernels if kernel not in gone]
 
     def _columns(self, kernels: list[Kernel]) -> list[Kernel]:
         """Merges sums over columns with what writes an array of the same elements."""
