@@ -8,7 +8,7 @@ reduction) is made by one kernel, which computes everything from what is in memo
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,6 +93,17 @@ class Block:
         """Returns whether no kernel writes a value, because it is made wherever it is read."""
         op = self.maker.get(value)
         return op is not None and op.kind in _TRANSPARENT
+
+    def constant(self, value: int) -> tuple[Any, ...] | None:
+        """Returns what tells a constant from others, or None if a value is none."""
+        shape, base = self.shapes[value], value
+        while (op := self.maker.get(base)) is not None and op.kind in ALIASES | _TRANSPARENT:
+            if op.kind == "constant":
+                return base, shape.dtype, shape.size
+            if len(op.operands) != 1:
+                break
+            base = op.operands[0]
+        return None
 
     def _behind(self, value: int) -> list[int]:
         """Returns the values that a value only renames, repeats or rearranges."""
@@ -325,7 +336,25 @@ class Block:
             kernels = self._siblings(self._rows(kernels))
             if len(kernels) == before:
                 break
-        return self._picked(self._columns(kernels)) if self.gpu else kernels
+        return self._added(self._picked(self._columns(kernels))) if self.gpu else kernels
+
+    def _added(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Merges scatters with what makes the updates that they alone read."""
+        owner = _makers(kernels)
+        users = Counter(value for kernel in kernels for value in kernel.reads)
+        gone: set[Kernel] = set()
+        for kernel in kernels:
+            if kernel.op.kind != "scatter":
+                continue
+            for value in [v for v in kernel.reads if v in owner and users[v] == 1]:
+                made = owner[value]
+                light = not made.heavy or made.op.kind == "gather"
+                if light and len(made.writes) == 1 and self.root(value) not in self.outputs:
+                    del kernel.reads[value]
+                    kernel.reads = made.reads | kernel.reads
+                    kernel.ops = [*made.ops, *kernel.ops]
+                    gone.add(made)
+        return [kernel for kernel in kernels if kernel not in gone]
 
     def _picked(self, kernels: list[Kernel]) -> list[Kernel]:
         """Merges gathers of few elements with what reads the array too."""

@@ -73,12 +73,17 @@ def peak_of(
         inside = 0
         if kernel.op.kind == "while":
             inside = inner(kernel)
+            constants = set()
             for place, value in enumerate(kernel.op.results):
                 # Stacks that the loop fills begin as a constant, which is written once. A TPU's
                 # compiler makes constants in the loop.
                 same = kernel.op.after[place] == kernel.op.inside[place]
                 if same and not block.gpu and block.made_again(kernel.op.operands[place]):
                     continue
+                constant = block.constant(kernel.op.operands[place]) if same else None
+                if constant is not None and constant in constants:
+                    continue
+                constants.add(constant)
                 if block.root(value) == value and value not in block.outputs:
                     alive[value] = 0 if value in host else block.shapes[value].nbytes
                     total += alive[value]
