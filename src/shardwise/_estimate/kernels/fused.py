@@ -362,7 +362,9 @@ class Block:
         gone: set[Kernel] = set()
         for kernel in kernels:
             source = self.root(kernel.op.operands[0]) if kernel.op.kind == "gather" else -1
-            if source not in owner or _FEW * kernel.writes[kernel.op.results[0]] > self.nbytes(source):
+            if source not in owner or _FEW * kernel.writes[kernel.op.results[0]] > self.nbytes(
+                source
+            ):
                 continue
             for other in kernels:
                 if (

@@ -348,6 +348,7 @@ class _Reader:
 
 
 _PRICED = {
+    "broadcast_in_dim",
     "dot_general",
     "convolution",
     "custom_call",
