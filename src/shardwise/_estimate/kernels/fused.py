@@ -336,7 +336,39 @@ class Block:
             kernels = self._siblings(self._rows(kernels))
             if len(kernels) == before:
                 break
-        return self._added(self._picked(self._columns(kernels))) if self.gpu else kernels
+        if not self.gpu:
+            return kernels
+        return self._updated(self._added(self._picked(self._columns(kernels))))
+
+    def _updated(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Merges casts of parameters with their updates, if these do not depend on what is cast.
+
+        As of filters that the gradient of a convolution reads in reverse, which are not cast, then,
+        before the sum of their own gradient has come.
+        """
+        owner = _makers(kernels)
+        given: dict[int, list[Kernel]] = defaultdict(list)
+        for kernel in kernels:
+            for value in kernel.reads if not kernel.heavy else ():
+                if value not in owner:
+                    given[value].append(kernel)
+        gone: set[Kernel] = set()
+        for kernel in kernels:
+            if kernel.heavy or not kernel.size or len(kernel.reads) != 1:
+                continue
+            (value,) = kernel.reads
+            cast = owner.get(value)
+            if cast is not None and not cast.heavy and len(cast.reads) == 1:
+                (value,) = cast.reads
+            for other in given[value]:
+                alike = other is not kernel and other is not cast and other.size == kernel.size
+                if alike and other not in gone and not _waits_for(other.reads, kernel, owner):
+                    kernel.reads = {value: other.reads[value]}
+                    _join(other, kernel, set(), keep=True)
+                    owner |= dict.fromkeys(kernel.writes, other)
+                    gone.add(kernel)
+                    break
+        return [kernel for kernel in kernels if kernel not in gone]
 
     def _added(self, kernels: list[Kernel]) -> list[Kernel]:
         """Merges scatters with what makes the updates that they alone read."""
