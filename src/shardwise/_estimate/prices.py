@@ -17,13 +17,18 @@ from .._hlo import (
 )
 from .._time import Machine, Price
 from .kernels import LEFT, Kernel, outside, padded
-from .program import forward_of, numbers_of, written
+from .program import Op, dims_of, forward_of, numbers_of, written
 
 # A TPU's compiler computes what lies before and after a product with it, unless the product is
 # computed in parts: this much is left.
 _ABSORBED = 0.4
 # Custom calls that only move memory.
 _STREAMING = {"cu_threefry2x32", "cu_threefry2x32_ffi", "mhlo.topk", "TopK", "PartialReduce"}
+# Elements that a block of Triton holds; and how much slower than a copy it sums rows: two sums of a row
+# alone, whole rows, and gradients of a softmax by where the rows of a block lie.
+_HELD = 16384
+_STATISTICS, _ROWS = 1.55, 1.3
+_TOGETHER, _APART, _SCATTERED, _FEW = 1.13, 1.65, 3.0, 1.07
 
 
 class Prices:
@@ -62,7 +67,37 @@ class Prices:
         if sum(op.kind == "pad" for op in kernel.ops) > 1:
             # A TPU's compiler pads in another kernel.
             return 1.8 if self.machine.gpu is not None else 2.2
+        if self.machine.gpu is not None and (rows := self._by_rows(kernel)) is not None:
+            return rows
         return 1.1 if "reduce" in kinds else 1.0
+
+    def _by_rows(self, kernel: Kernel) -> float | None:
+        """Returns how much slower than a copy a kernel streams that sums rows which it holds.
+
+        In Triton each block holds as many rows as fill its registers. The gradient of a softmax with
+        grouped heads is written in an order of its own; it is worst where a block's rows do not lie
+        together, as the group is no power of two.
+        """
+        sums = [op for op in kernel.ops if op.kind == "reduce"]
+        last = [op for op in sums if self._is_last(op)]
+        if not last or not kernel.size:
+            return None
+        whole = [v for v in kernel.writes if 2 * self.shapes[v].size > kernel.size]
+        if not whole:
+            stages = len(last) > 1 and any(op.kind == "exponential" for op in kernel.ops)
+            return _STATISTICS if stages else None
+        written = self.shapes[whole[0]]
+        if written.dtype != "f32" or len(written.dims) != 5 or written.dims[-2] == 1:
+            return _ROWS
+        *batch, _, group, row = written.dims
+        held = _HELD >> (row - 1).bit_length()
+        if group & (group - 1) == 0:
+            return _TOGETHER if group >= held else _APART
+        return _SCATTERED if math.prod(batch) >= held else _FEW
+
+    def _is_last(self, op: Op) -> bool:
+        rank = len(self.shapes[op.operands[0]].dims)
+        return dims_of(op, "dimensions") == [rank - 1]
 
     def _dot(self, kernel: Kernel) -> Price:
         op = kernel.op

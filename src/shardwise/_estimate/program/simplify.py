@@ -27,7 +27,7 @@ def simplified(program: Program) -> Program:
     ops = _unrolled(program.ops, names)
     outputs = tuple(names.get(value, value) for value in program.outputs)
     program = dataclasses.replace(program, ops=ops, outputs=outputs)
-    ops = _repeated_last(program, _uniform(program.ops, set()))
+    ops = _repeated_last(program, _uniform(_reshaped(program, program.ops), set()))
     ops = _hoisted(program, _sliced_first(program, ops))
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
@@ -192,6 +192,20 @@ def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
             )  # fmt: skip
         )
     return kept
+
+
+def _reshaped(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with reshapes in place of sums over dims of one element."""
+    found = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_reshaped(program, op.body))
+        elif op.kind == "reduce" and len(op.results) == 1:
+            given, made = (program.shapes[v] for v in (op.operands[0], op.results[0]))
+            if given.size == made.size:
+                op = Op("reshape", op.operands[:1], op.results, location=op.location)
+        found.append(op)
+    return found
 
 
 def _repeated_last(program: Program, ops: Sequence[Op]) -> list[Op]:
