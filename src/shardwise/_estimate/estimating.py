@@ -12,7 +12,7 @@ from .._mesh import AnyMesh, show_mesh
 from .._time import Calibration, load_calibration
 from .estimates import Estimate, estimate_of
 from .kernels import placed
-from .program import Program, grouped, partition, simplified
+from .program import Program, partition, simplified
 
 
 @public
@@ -88,4 +88,4 @@ def partition_step(
         )
     job, lowered = lowered_step(recipe, layout, inputs, method)
     program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
-    return Partitioned(simplified(grouped(placed(program))), tokens_of(job.batch), measured)
+    return Partitioned(simplified(placed(program)), tokens_of(job.batch), measured)

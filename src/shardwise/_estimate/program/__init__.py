@@ -1,6 +1,5 @@
 """The step as Shardy partitions it: its operations, simplified, and the memory orders of its arrays."""
 
-from .grouped import grouped as grouped
 from .orders import Orders as Orders
 from .orders import dims_of as dims_of
 from .orders import forward_of as forward_of

@@ -348,7 +348,6 @@ class _Reader:
 
 
 _PRICED = {
-    "broadcast_in_dim",
     "dot_general",
     "convolution",
     "custom_call",

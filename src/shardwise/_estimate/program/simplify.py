@@ -7,7 +7,6 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .orders import dims_of
 from .partitioning import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
@@ -27,7 +26,7 @@ def simplified(program: Program) -> Program:
     ops = _unrolled(program.ops, names)
     outputs = tuple(names.get(value, value) for value in program.outputs)
     program = dataclasses.replace(program, ops=ops, outputs=outputs)
-    ops = _repeated_last(program, _uniform(_reshaped(program, program.ops), set()))
+    ops = _uniform(_reshaped(program, program.ops), set())
     ops = _hoisted(program, _sliced_first(program, ops))
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
@@ -205,49 +204,6 @@ def _reshaped(program: Program, ops: Sequence[Op]) -> list[Op]:
             if given.size == made.size:
                 op = Op("reshape", op.operands[:1], op.results, location=op.location)
         found.append(op)
-    return found
-
-
-def _repeated_last(program: Program, ops: Sequence[Op]) -> list[Op]:
-    """Returns the operations with gathers of small arrays in place of those that repeat them.
-
-    As of the gradient of a mean over pixels.
-    """
-    shapes = program.shapes
-    maker = {value: op for op in ops for value in op.results}
-    found: list[Op] = []
-    for op in ops:
-        if op.kind == "while":
-            op = dataclasses.replace(op, body=_repeated_last(program, op.body))
-        if op.kind != "all-gather" or len(op.operands) != 1 or len(op.dims) != 1:
-            found.append(op)
-            continue
-        casts, (value,) = [], op.operands
-        while (made := maker.get(value)) is not None and made.kind == "convert":
-            casts.append(made)
-            (value,) = made.operands
-        if made is None or made.kind != "broadcast_in_dim" or not made.operands:
-            found.append(op)
-            continue
-        (dim,), (small,), kept = op.dims, made.operands, dims_of(made, "broadcast_dimensions")
-        ways = math.prod(size for _, size in op.axes)
-        if dim in kept and shapes[small].dims[kept.index(dim)] > 1:
-            dims = list(shapes[small].dims)
-            dims[kept.index(dim)] *= ways
-            value = len(shapes)
-            shapes[value] = dataclasses.replace(shapes[small], dims=tuple(dims))
-            gathered = (kept.index(dim),)
-            found.append(
-                dataclasses.replace(op, operands=(small,), results=(value,), dims=gathered)
-            )
-            small = value
-        whole = shapes[op.results[0]].dims
-        for step in (made, *reversed(casts)):
-            value = len(shapes)
-            shapes[value] = dataclasses.replace(shapes[step.results[0]], dims=whole)
-            found.append(dataclasses.replace(step, operands=(small,), results=(value,)))
-            small = value
-        found[-1] = dataclasses.replace(found[-1], results=op.results)
     return found
 
 
