@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..._hlo import Shape
-from ..program import Op, Program, numbers_of
+from ..program import Op, Program, numbers_of, rotated
 from .fused import COLLECTIVES
 from .windows import WIDE
 
@@ -31,13 +32,15 @@ def rewritten(program: Program, *, gpu: bool, devices: int) -> Program:
     """Returns the program as one of the two compilers computes it on so many devices."""
     if gpu:
         shapes = dict(program.shapes)
-        ops = _gathered_again(_cast_last(program.ops, shapes), shapes, devices)
+        ops = rotated(program.ops, shapes)
+        ops = _gathered_again(_cast_last(ops, shapes), shapes, devices)
         return dataclasses.replace(program, ops=ops, shapes=shapes)
     return _in_bfloat16(dataclasses.replace(program, ops=_selected(program.ops, program.shapes)))
 
 
 def _cast_last(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
-    """Returns the operations with gathers before casts to a wider dtype."""
+    """Returns the operations with gathers before casts to a wider dtype, and no such gather twice."""
+    gathers: dict[tuple[Any, ...], int] = {}
     casts = {op.results[0]: op for op in ops if op.kind == "convert"}
     found = []
     for op in ops:
@@ -47,10 +50,15 @@ def _cast_last(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
         elif cast is not None and len(op.results) == 1:
             (narrow,), (result,) = cast.operands, op.results
             if shapes[narrow].nbytes < shapes[op.operands[0]].nbytes:
-                gathered = len(shapes)
-                shapes[gathered] = Shape(shapes[narrow].dtype, shapes[result].dims)
-                found.append(dataclasses.replace(op, operands=(narrow,), results=(gathered,)))
+                gathered = gathers.get((narrow, *op.axes, *op.dims))
+                if gathered is None:
+                    gathered = len(shapes)
+                    shapes[gathered] = Shape(shapes[narrow].dtype, shapes[result].dims)
+                    gathers[narrow, *op.axes, *op.dims] = gathered
+                    found.append(dataclasses.replace(op, operands=(narrow,), results=(gathered,)))
                 op = Op("convert", (gathered,), (result,), location=cast.location)
+        elif op.kind == "all-gather" and len(op.results) == 1:
+            gathers[*op.operands, *op.axes, *op.dims] = op.results[0]
         found.append(op)
     return found
 

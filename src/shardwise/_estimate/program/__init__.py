@@ -8,4 +8,5 @@ from .orders import written as written
 from .partitioning import Op as Op
 from .partitioning import Program as Program
 from .partitioning import partition as partition
+from .rotations import rotated as rotated
 from .simplify import simplified as simplified

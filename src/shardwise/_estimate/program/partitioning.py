@@ -1,7 +1,8 @@
 """The step as Shardy partitions it: operations with their shapes on one device, and collectives.
 
 Shardy, the partitioner of both compilers, is part of jaxlib: its propagation and its explicit
-reshards run here on the lowered step, so that collectives are those that it inserts.
+reshards run here on the lowered step, so that collectives are those that it inserts. The compilers
+run its propagation only, and insert collectives by older code, which chooses otherwise for products.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..._hlo import Shape, unpartitioned
 from ..._jax import mlir_bindings
+from .products import match_products
 
-_PASSES = (
-    "builtin.module(sdy-propagation-pipeline,func.func("
+_PROPAGATION = "builtin.module(sdy-propagation-pipeline)"
+_RESHARDS = (
+    "builtin.module(func.func("
     "sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
 )
 _FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
+_SPLIT = re.compile(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]")  # how its dims are, by value
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _TYPES = {"i1": "pred", "ui8": "u8", "ui32": "u32", "ui64": "u64", "ui16": "u16"}
 _COLLECTIVES = {
@@ -53,8 +57,10 @@ class Op:
         results: the values it makes.
         attributes: what its price depends on, such as contracted dims.
         axes: the mesh axes of a collective, each with the size of the part that it runs over; of a
-            scatter, those that split the rows of its result.
-        dims: the dims that a collective gathers or splits.
+            scatter, those that split the rows of its result; of a slice or a concatenation, those
+            that split the dim along which it moves data; of a product, those that split nothing.
+        dims: the dims that a collective gathers or splits; of those two, that dim; of a broadcast,
+            where the dims of its operand are.
         location: where it comes from, as MLIR writes it.
         body: the operations of a loop's body; `inside` its arguments, `after` what they become.
         trips: how many times a loop runs.
@@ -115,7 +121,9 @@ def partition(module: Any, mesh: Mapping[str, int]) -> Program:
     with module.context:
         own = unpartitioned(module)
         try:
-            passmanager.PassManager.parse(_PASSES).run(own.operation)
+            passmanager.PassManager.parse(_PROPAGATION).run(own.operation)
+            match_products(own, mesh, ir)
+            passmanager.PassManager.parse(_RESHARDS).run(own.operation)
         except (ValueError, ir.MLIRError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"Shardy cannot partition this step: {first}") from error
@@ -127,6 +135,8 @@ class _Reader:
         self.ir, self.mesh = ir, mesh
         self.shapes: dict[int, Shape] = {}
         self.constants: dict[int, int] = {}
+        # The axes that split each value.
+        self.split: dict[int, frozenset[tuple[str, int]]] = {}
         # The axes over which types are local already, inside a `shard_map`.
         self.manual: frozenset[str] = frozenset()
 
@@ -157,6 +167,8 @@ class _Reader:
     def _new(self, kind: Any, sharding: str, number: int) -> int:
         value = len(self.shapes)
         self.shapes[value] = self._local(kind, sharding, number)
+        each = _SPLIT.findall(sharding)
+        self.split[value] = frozenset(self._axes(each[number]) if number < len(each) else ())
         return value
 
     def _local(self, kind: Any, sharding: str, number: int) -> Shape:
@@ -172,7 +184,7 @@ class _Reader:
             r"^f(\d+)E(\d+)M(\d+)(\w*)$", lambda m: f"f{m[1]}e{m[2]}m{m[3]}{m[4].lower()}", name
         )
         dims = list(ranked.shape)
-        each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]", sharding)
+        each = _SPLIT.findall(sharding)
         if number < len(each):
             for dim, text in enumerate(re.findall(r"\{([^}]*)\}", each[number])[: len(dims)]):
                 axes = [size for name, size in self._axes(text) if name not in self.manual]
@@ -185,6 +197,15 @@ class _Reader:
         for name, _, part in _AXIS.findall(text):
             if name in self.mesh:
                 found.append((name, int(part) if part else self.mesh[name]))
+        return tuple(found)
+
+    def _idle(self, split: Sequence[frozenset[tuple[str, int]]]) -> tuple[tuple[str, int], ...]:
+        """Returns the axes that split none of some values, and what is left of those that partly do."""
+        found = []
+        for name, size in self.mesh.items():
+            used = max((part for each in split for axis, part in each if axis == name), default=1)
+            if used < size:
+                found.append((name, size // used))
         return tuple(found)
 
     def _block(self, block: Any, known: dict[Any, int]) -> tuple[list[Op], list[int]]:
@@ -201,6 +222,9 @@ class _Reader:
         operands = tuple(known[value] for value in op.operands if value in known)
         if name == "sdy.manual_computation":
             yield from self._shard_map(op, operands, known)
+            return
+        if name == "stablehlo.reverse" and self._is_same(op):
+            known[op.results[0]] = operands[0]
             return
         sharding = ""
         for attribute in ("sdy.sharding", "out_sharding", "sharding"):
@@ -236,16 +260,22 @@ class _Reader:
             each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[\{([^}]*)\}", sharding)
             made.axes = self._axes(each[0]) if each else ()
         elif kind in ("slice", "concatenate") and results:
-            axes = self._shifted(op, kind, sharding)
+            axes, made.dims = self._shifted(op, sharding)
             for _ in range(self._permutes(op, kind) if axes else 0):
                 shape = self.shapes[results[0]]
                 moved = len(self.shapes)
-                self.shapes[moved] = shape
+                self.shapes[moved], self.split[moved] = shape, self.split[results[0]]
                 source = made.operands[0]
                 yield Op(
                     "collective-permute", (source,), (moved,), axes=axes, location=made.location
                 )
                 made.operands = (moved, *made.operands[1:])
+            # What a GPU's compiler makes of it depends on where both halves of a rotation are from.
+            made.axes = axes
+            if kind == "slice":
+                made.attributes = {"start_indices": str(op.attributes["start_indices"])}
+        elif kind == "broadcast_in_dim":
+            made.dims = tuple(self.ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
         elif name in ("stablehlo.constant", "sdy.constant"):
             made.kind = "constant"
             # JAX's bindings cannot read attributes of every dtype, such as complex numbers.
@@ -264,13 +294,26 @@ class _Reader:
                 {named.name: named.attr for named in _named(op)} if kind in _PRICED else {}
             )
             made.attributes = {key: str(value) for key, value in made.attributes.items()}
+            if kind in ("dot_general", "convolution") and not self.manual:
+                split = [self.split[value] for value in (*operands, *results)]
+                made.attributes["split"] = split
+                made.axes = self._idle(split)
         elif kind in _PRICED:
             made.attributes = {named.name: str(named.attr) for named in _named(op)}
         yield made
 
-    def _shifted(self, op: Any, kind: str, sharding: str) -> tuple[tuple[str, int], ...]:
-        """Returns the axes of the split dim along which an operation moves data, if there is one."""
-        each = re.findall(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]", sharding)
+    def _is_same(self, reverse: Any) -> bool:
+        """Returns whether only dims of size 1 are reversed, as of a filter of one pixel."""
+        sizes = list(self.ir.RankedTensorType(reverse.results[0].type).shape)
+        return all(
+            sizes[d] == 1 for d in self.ir.DenseI64ArrayAttr(reverse.attributes["dimensions"])
+        )
+
+    def _shifted(
+        self, op: Any, sharding: str
+    ) -> tuple[tuple[tuple[str, int], ...], tuple[int, ...]]:
+        """Returns the split dim along which an operation moves data, if there is one, after its axes."""
+        each = _SPLIT.findall(sharding)
         dims = re.findall(r"\{([^}]*)\}", each[0]) if each else []
         before, after = (
             list(self.ir.RankedTensorType(v.type).shape) for v in (op.operands[0], op.results[0])
@@ -278,8 +321,8 @@ class _Reader:
         for dim, text in enumerate(dims[: len(after)]):
             axes = [(n, s) for n, s in self._axes(text) if n not in self.manual and s > 1]
             if axes and before[dim] != after[dim]:
-                return tuple(axes)
-        return ()
+                return tuple(axes), (dim,)
+        return (), ()
 
     def _permutes(self, op: Any, kind: str) -> int:
         """Returns how many permutes move what is cut off or joined along a split dim."""
@@ -329,11 +372,11 @@ class _Reader:
         inside = []
         for argument, outer in zip(body.arguments, made.operands, strict=True):
             value = len(self.shapes)
-            self.shapes[value] = self.shapes[outer]
+            self.shapes[value], self.split[value] = self.shapes[outer], self.split[outer]
             inner[argument] = value
             inside.append(value)
         for result, outer in zip(made.results, made.operands, strict=True):
-            self.shapes[result] = self.shapes[outer]
+            self.shapes[result], self.split[result] = self.shapes[outer], self.split[outer]
         checked = dict(known)
         for argument, outer in zip(condition.arguments, made.operands, strict=True):
             checked[argument] = outer

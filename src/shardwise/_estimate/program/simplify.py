@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from .idle import idle_used
 from .partitioning import Op, Program
 
 # Alike if their operands, axes and shapes are: no other attribute tells two of them apart.
@@ -26,11 +27,12 @@ def simplified(program: Program) -> Program:
     ops = _unrolled(program.ops, names)
     outputs = tuple(names.get(value, value) for value in program.outputs)
     program = dataclasses.replace(program, ops=ops, outputs=outputs)
-    ops = _uniform(_reshaped(program, program.ops), set())
+    ops = _broadcast_last(program, _uniform(_reshaped(program, program.ops), set()))
     ops = _hoisted(program, _sliced_first(program, ops))
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
+    ops = idle_used(program, ops)
     outputs = tuple(renamed.get(value, value) for value in program.outputs)
     return dataclasses.replace(program, ops=_live(ops, outputs), outputs=outputs)
 
@@ -146,15 +148,59 @@ def _uniform(ops: Sequence[Op], known: set[int]) -> list[Op]:
         ):
             known.update(op.results)
             if op.kind in _MOVED:
-                op = dataclasses.replace(op, kind="broadcast_in_dim", axes=())
+                op = dataclasses.replace(op, kind="broadcast_in_dim", axes=(), dims=())
         kept.append(op)
     return kept
+
+
+def _broadcast_last(program: Program, ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with gathers of what is repeated before it is repeated."""
+    made = {value: op for op in ops for value in op.results}
+    shapes = program.shapes
+    kept: list[Op] = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_broadcast_last(program, op.body))
+        elif op.kind == "all-gather" and len(op.results) == len(op.dims) == 1:
+            source = made.get(op.operands[0])
+            while source is not None and source.kind == "convert":
+                source = made.get(source.operands[0])
+            if source is not None and source.kind == "broadcast_in_dim" and source.dims:
+                (value,), (result,) = source.operands, op.results
+                if shapes[value].size < shapes[source.results[0]].size:
+                    found, value = _small(op, source, value, program)
+                    kept += found
+                    op = dataclasses.replace(source, operands=(value,), results=(result,))
+        kept.append(op)
+    return kept
+
+
+def _small(gather: Op, repeat: Op, value: int, program: Program) -> tuple[list[Op], int]:
+    """Returns the cast and the gather of what is repeated, and what they make."""
+    shapes, (dim,) = program.shapes, gather.dims
+    found, dtype = [], shapes[gather.results[0]].dtype
+    if shapes[value].dtype != dtype:
+        cast = len(shapes)
+        shapes[cast] = dataclasses.replace(shapes[value], dtype=dtype)
+        found.append(Op("convert", (value,), (cast,), location=repeat.location))
+        value = cast
+    place = repeat.dims.index(dim) if dim in repeat.dims else None
+    if place is not None and shapes[value].dims[place] == shapes[gather.operands[0]].dims[dim]:
+        whole, dims = len(shapes), list(shapes[value].dims)
+        dims[place] = shapes[gather.results[0]].dims[dim]
+        shapes[whole] = dataclasses.replace(shapes[value], dims=tuple(dims))
+        found.append(
+            dataclasses.replace(gather, operands=(value,), results=(whole,), dims=(place,))
+        )
+        value = whole
+    return found, value
 
 
 def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
     """Returns the operations with updates added where they are, and the sums scattered then.
 
     Shardy gathers the updates of a scatter whose result is split, such as an embedding's gradient.
+    XLA's partitioner takes what needs less memory: all updates on every device, or the whole table.
     """
     made = {value: op for op in ops for value in op.results}
     shapes = program.shapes
@@ -168,7 +214,7 @@ def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
         assert indices is not None and updates is not None
         local = shapes[op.results[0]]
         ways = math.prod(size for _, size in op.axes)
-        if not local.dims or local.nbytes * ways > 8 * shapes[updates.results[0]].nbytes:
+        if not local.dims or local.nbytes * ways >= shapes[updates.results[0]].nbytes:
             kept.append(op)
             continue
         mine, total = len(shapes), len(shapes) + 1
