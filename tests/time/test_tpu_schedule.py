@@ -134,8 +134,9 @@ ENTRY %main (m: s8[1,{blocks}], q: bf16[2,8,2048,128], k: bf16[2,2,2048,128]) ->
     assert flops_of(module, "main", attention) == 2 * 2 * 2 * 8 * 2048 * 2048 * 128 * share
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["read", "copied"])
 @pytest.mark.parametrize(("added", "trips"), [(1, 8), (2, 4), (3, 3)])
-def test_an_unrolled_loop_counts_by_more_than_one(added, trips):
+def test_an_unrolled_loop_counts_by_more_than_one(added, trips, copied):
     module = parse_hlo(
         HEAD
         + f"""
@@ -143,8 +144,9 @@ def test_an_unrolled_loop_counts_by_more_than_one(added, trips):
   %s = (bf16[8388608]{{0}}, u32[]) parameter(0)
   %x = bf16[8388608]{{0}} get-tuple-element(%s), index=0
   %n = u32[] get-tuple-element(%s), index=1
+  %copy = u32[] copy(%n)
   %by = u32[] constant({added})
-  %next = u32[] add(%n, %by)
+  %next = u32[] add(%{"copy" if copied else "n"}, %by)
   ROOT %out = (bf16[8388608]{{0}}, u32[]) tuple(%x, %next)
 }}
 

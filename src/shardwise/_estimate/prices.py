@@ -16,12 +16,15 @@ from .._hlo import (
     splash_flops,
 )
 from .._time import Machine, Price
-from .kernels import LEFT, Kernel, outside, padded
+from .convolutions import convolution_in_parts, convolution_of_groups
+from .kernels import LEFT, RELAYOUT, VECTOR, Kernel, outside, padded
 from .program import Op, dims_of, forward_of, numbers_of, written
 
 # A TPU's compiler computes what lies before and after a product with it, unless the product is
 # computed in parts: this much is left.
 _ABSORBED = 0.4
+# How much slower than a fusion copies of activations are in which images fill the lanes.
+_INTO_LANES, _OUT_OF_LANES, _WIDE_OUT_OF_LANES = 1.5, 2.3, 1.0
 # Custom calls that only move memory.
 _STREAMING = {"cu_threefry2x32", "cu_threefry2x32_ffi", "mhlo.topk", "TopK", "PartialReduce"}
 # Elements that a block of Triton holds; and how much slower than a copy it sums rows: two sums of a row
@@ -63,6 +66,8 @@ class Prices:
     def _penalty(self, kernel: Kernel) -> float:
         if kernel.op.kind == "transpose":
             return 1.4
+        if kernel.op.kind == RELAYOUT:
+            return self._relayout(kernel)
         kinds = {op.kind for op in kernel.ops}
         if sum(op.kind == "pad" for op in kernel.ops) > 1:
             # A TPU's compiler pads in another kernel.
@@ -98,6 +103,14 @@ class Prices:
     def _is_last(self, op: Op) -> bool:
         rank = len(self.shapes[op.operands[0]].dims)
         return dims_of(op, "dimensions") == [rank - 1]
+
+    def _relayout(self, kernel: Kernel) -> float:
+        """Returns how much slower than a fusion a TPU copies images into the lanes, or back."""
+        (source,), (made,) = kernel.op.operands, kernel.op.results
+        if len(self.shapes[made].dims) < len(self.shapes[source].dims):
+            return _INTO_LANES
+        wide = self.shapes[made].nbytes > 2 * self.shapes[made].size
+        return _WIDE_OUT_OF_LANES if wide else _OUT_OF_LANES
 
     def _dot(self, kernel: Kernel) -> Price:
         op = kernel.op
@@ -147,6 +160,12 @@ class Prices:
         flops = convolution_flops(made, left, right, out) or 0
         if self.machine.gpu is not None:
             return self.pricer.convolved(*forward_of(made, left, right), flops, moved)
+        if kernel.windowed:
+            near = self.machine.chips.chip.name in VECTOR
+            return convolution_in_parts(kernel, self.shapes, self.pricer, flops, near=near)
+        grouped = convolution_of_groups(kernel, self.shapes, self.pricer, flops, moved)
+        if grouped is not None:
+            return grouped
         # A TPU's products are convolutions: rows of pixels, features, and what is summed for each.
         features = out.dims[made.attribute("dim_labels").partition("->")[2].index("f")]
         summed = max(1, flops // (2 * max(1, out.size)))

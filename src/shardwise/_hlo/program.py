@@ -216,7 +216,11 @@ class Module:
             if counter.opcode != "get-tuple-element" or not place.isdecimal():
                 continue
             added, at = 0, own.get(found[-1].operands[int(place)])
-            while at is not None and at.opcode == "add":
+            # A TPU's compiler may copy the counter to the memory of its scalar cores first.
+            while at is not None and at.opcode in ("add", "copy"):
+                if at.opcode == "copy":
+                    at = own.get(at.operands[0])
+                    continue
                 parts = [own[name] for name in at.operands if name in own]
                 steps = [int(i.arguments) for i in parts if i.opcode == "constant"]
                 others = [i for i in parts if i.opcode != "constant"]

@@ -2,6 +2,12 @@
 
 from .combining import combined as combined
 from .combining import merged as merged
+from .filters import LANES as LANES
+from .filters import RELAYOUT as RELAYOUT
+from .filters import groups_of as groups_of
+from .filters import is_filter_gradient as is_filter_gradient
+from .filters import labels_of as labels_of
+from .filters import taps_of as taps_of
 from .fused import COLLECTIVES as COLLECTIVES
 from .fused import Block as Block
 from .fused import size_of as size_of
@@ -15,6 +21,7 @@ from .memory import peak_of as peak_of
 from .memory import placed as placed
 from .rewrites import rewritten as rewritten
 from .vector import LEFT as LEFT
+from .vector import VECTOR as VECTOR
 from .vector import nearby as nearby
 from .vector import outside as outside
 from .windows import Kernel as Kernel

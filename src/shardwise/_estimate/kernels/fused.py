@@ -15,7 +15,7 @@ from typing import Any
 from ..._hlo import Shape
 from ..program import Op, Orders, Program, dims_of, numbers_of
 from .scattering import ALIASES, scattered
-from .windows import Kernel, mark_windows
+from .windows import Kernel, filters_last, mark_windows, relaid
 
 # Made again wherever they are read.
 _TRANSPARENT = {"constant", "iota", "broadcast_in_dim", "partition_id", "replica_id"}
@@ -60,7 +60,7 @@ class Block:
         """
         gpu = is_ring is None
         self.shapes, self.gpu = program.shapes, gpu
-        self.ops = scattered(list(ops), self.shapes, 0 if gpu else devices)
+        self.ops = scattered(list(ops), self.shapes, 0 if gpu else devices, is_ring)
         self.maker = {value: op for op in self.ops for value in op.results}
         self.results = outputs
         self.outputs = {self.root(value) for value in outputs}
@@ -72,7 +72,8 @@ class Block:
         self._spread()
         self.kernels = self._ordered(self._merged(self._grouped()))
         if is_ring is not None:
-            mark_windows(self.kernels, program.shapes, self.maker, is_ring)
+            mark_windows(self.kernels, program.shapes, self.maker, is_ring, devices)
+            self.kernels = filters_last(relaid(self.kernels, self.shapes, self.maker))
 
     def root(self, value: int) -> int:
         """Returns the value whose memory this one shares."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ..._hlo import Access, Shape
+from .filters import LANES
 from .windows import Kernel
-
-LANES = 128
 
 
 def filled(dims: Sequence[int]) -> float:

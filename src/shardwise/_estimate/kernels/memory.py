@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ..._hlo import MOVES
 from ..program import Op, Program
+from .filters import LANES
 from .fused import Block
-from .lanes import LANES, filled
-from .windows import Kernel
+from .lanes import filled
+from .windows import PRODUCTS, Kernel
 
 # Products in up to so many parts are no loop: they compute their operands like whole ones.
 _UNROLLED = 4
@@ -136,13 +137,13 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
     products = {
         value
         for kernel in block.kernels
-        if kernel.op.kind == "dot_general"
+        if kernel.op.kind in PRODUCTS
         for value in kernel.writes
         if len(readers[value]) == 1
     }
     inlined: set[int] = set()
     for kernel in block.kernels:
-        if kernel.op.kind == "dot_general":
+        if kernel.op.kind in PRODUCTS and kernel.cut is None:
             for value in kernel.writes:
                 after = readers[value]
                 if len(after) == 1 and after[0].absorbed:
@@ -152,9 +153,12 @@ def _sizes(block: Block) -> tuple[dict[int, int], set[int]]:
         elif _is_elementwise(kernel) and not kernel.reads.keys() & products:
             (value,) = kernel.writes
             near = readers[value]
-            if near and all(k.op.kind == "dot_general" and k.windowed <= _UNROLLED for k in near):
+            if near and all(k.op.kind in PRODUCTS and k.windowed <= _UNROLLED for k in near):
                 found[value] = 0
                 inlined.add(value)
+        elif kernel.cut is not None and kernel.cut.gradient:
+            for value in kernel.writes:
+                found[value] = 2 * block.nbytes(value) // kernel.windowed
         elif kernel.windowed and kernel.op.kind == "all-gather":
             for value in kernel.writes:
                 found[value] = 3 * block.nbytes(value) // kernel.windowed

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 from ..._hlo import Shape
 from ..program import Op
+from .filters import is_in_parts, is_rarely_used, splits_features
 from .windows import RINGS
 
 # Other names for the same memory.
@@ -24,12 +26,39 @@ _LANES, _ROWS = 128, 8
 _CHUNK, _CHUNKS = 2**19, 128
 
 
-def scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
+def scattered(
+    ops: list[Op],
+    shapes: dict[int, Shape],
+    ring: int,
+    is_ring: Callable[[Op], bool] | None = None,
+) -> list[Op]:
     """Returns the operations with a reduce-scatter for each all-reduce of which a part is kept.
 
-    A TPU's compiler does so for products; for others, not if all devices (`ring`) take part.
+    A TPU's compiler does so for products, and for convolutions that it computes in parts; for
+    others, not if all devices (`ring`) take part.
     """
-    products = {v for op in ops if op.kind == "dot_general" and not op.manual for v in op.results}
+    filters = {v: op for op in ops if op.kind == "convolution" for v in op.results}
+
+    def of_filter(op: Op, dims: Sequence[int]) -> bool:
+        """Returns whether the parts of a filter's gradient travel while they are computed."""
+        made, parts = filters.get(op.operands[0]), math.prod(size for _, size in op.axes)
+        if made is None or is_ring is None or parts != ring:
+            return False
+        if not splits_features(made, dims, shapes):
+            return False
+        return parts in RINGS and is_ring(op) and is_in_parts(made, parts, shapes)
+
+    products = {
+        v: op for op in ops if op.kind == "dot_general" and not op.manual for v in op.results
+    }
+
+    def of_products(op: Op, parts: int) -> bool:
+        """Returns whether products make what is summed, of rows enough to be computed in parts."""
+        return all(
+            v in products and not is_rarely_used(products[v], shapes[v].size, parts, shapes)
+            for v in op.operands
+        )
+
     users: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         for operand in op.operands:
@@ -41,7 +70,7 @@ def scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
         if ring and op.kind == "reduce-scatter" and len(op.results) == 1:
             (source,), (part,) = op.operands, op.results
             parts = math.prod(size for _, size in op.axes)
-            windowed = source in products and parts in RINGS
+            windowed = (parts in RINGS and of_products(op, parts)) or of_filter(op, op.dims)
             turned = _turned(part, users)
             if not windowed and not in_tiles(shapes[source], shapes[part], parts, turned):
                 total = len(shapes)
@@ -59,7 +88,10 @@ def scattered(ops: list[Op], shapes: dict[int, Shape], ring: int) -> list[Op]:
             casts = bool(through)
             if ring and parts != ring:
                 casts = any(each.kind != "convert" for each in through)
-            of_product = set(op.operands) <= products
+            travels = sliced and of_filter(op, user[0].dims)
+            of_product = of_products(op, parts) or travels
+            if travels:
+                casts = any(each.kind != "convert" for each in through)
             if sliced and ring and not (of_product and parts in RINGS):
                 sliced = in_tiles(shapes[op.results[0]], shapes[user[0].results[0]], parts)
             if sliced and not casts and (parts != ring or of_product):
@@ -136,7 +168,9 @@ def in_tiles(whole: Shape, part: Shape, parts: int, turned: bool = False) -> boo
     (dim,) = split
     size = part.dims[dim]
     if rank != 2:
-        return size % (_LANES if dim == rank - 1 else _ROWS) == 0
+        # Two rows of bfloat16 fill one of a tile.
+        rows = 2 * _ROWS if whole.dtype == "bf16" else _ROWS
+        return size % (_LANES if dim == rank - 1 else rows) == 0
     # The dim that fills the lanes is the last (of what is transposed, the first), unless only the
     # other one does.
     last = 0 if turned else 1

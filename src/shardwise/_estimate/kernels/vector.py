@@ -10,7 +10,7 @@ from .fused import COLLECTIVES, Block
 from .windows import Kernel
 
 # Bytes of that memory by chip. On v4 and v5p, arrays of the sizes that were looked at are not there.
-_VECTOR = {"v5e": 128 * 2**20, "v6e": 128 * 2**20, "tpu7x": 64 * 2**20}
+VECTOR = {"v5e": 128 * 2**20, "v6e": 128 * 2**20, "tpu7x": 64 * 2**20}
 # How many kernels later the last one that reads an array may run.
 _SOON = 6
 # An array takes at most the first share of that memory, and all of them the second.
@@ -21,7 +21,7 @@ LEFT = 0.1
 
 def nearby(block: Block, chip: str) -> set[int]:
     """Returns the arrays that are read soon after they are made, and small enough."""
-    memory = _VECTOR.get(chip)
+    memory = VECTOR.get(chip)
     if memory is None:
         return set()
     last = {

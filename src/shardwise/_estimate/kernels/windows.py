@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..._hlo import Access, Shape
 from ..program import Op, dims_of, numbers_of
+from .filters import RELAYOUT, WIDE, Cut, cut_of, is_in_parts, is_rarely_used, shares_gather
 
 # Devices over which products are computed in parts: seen for 4, 8 and 16, not for 2, nor for 64 of
 # 256; nor for the 4 of one host.
 RINGS = (4, 8, 12, 16, 20, 24, 28, 32)
-# The attribute of products that the program computes in float32: never in parts.
-WIDE = "in_float32"
+PRODUCTS = ("dot_general", "convolution")
 # An array is gathered again for a use that is this much nearer to the end of the step.
 _APART = 130
 
@@ -39,6 +39,7 @@ class Kernel:
         permutes: how many permutes of a shard stand for a collective that is windowed.
         summed: whether these parts are added up.
         partners: the windowed collectives of a product.
+        cut: the activations that a convolution in parts has in pieces.
         repeats: how often a gather runs, for uses that are far from each other.
         absorbed: whether a product next to it does most of its work (on a TPU).
     """
@@ -56,6 +57,7 @@ class Kernel:
     summed: bool = False
     absorbed: bool = False
     partners: list[Kernel] = dataclasses.field(default_factory=list)
+    cut: Cut | None = None
 
     @property
     def op(self) -> Op:
@@ -73,6 +75,7 @@ def mark_windows(
     shapes: Mapping[int, Shape],
     maker: Mapping[int, Op],
     is_ring: Callable[[Op], bool],
+    devices: int,
 ) -> None:
     """Marks the gathers that feed one product alone, the scatters of products, and these products.
 
@@ -81,6 +84,7 @@ def mark_windows(
         shapes: by value.
         maker: the operation that makes each value of the block.
         is_ring: returns whether the devices of a collective are such that it is computed so.
+        devices: how many the mesh has: convolutions wait for a ring of all of them alone.
     """
     readers: dict[int, list[Kernel]] = defaultdict(list)
     owner: dict[int, Kernel] = {}
@@ -95,17 +99,24 @@ def mark_windows(
         if kernel.op.kind == "all-gather":
             near = [k for value in kernel.writes for k in readers[value]]
             kernel.repeats = _repeats([heights[k.op.results[0]] for k in near if k.op.results])
+            if all(k.op.kind == "convolution" and WIDE in k.op.attributes for k in near):
+                kernel.repeats = len(near)  # each casts the filter for itself
         elif kernel.op.kind == "reduce-scatter":
             near = [owner[value] for value in kernel.reads if value in owner]
         else:
             continue
         if parts not in RINGS or not is_ring(kernel.op):
             continue
+        if near and all(k.op.kind == "convolution" for k in near):
+            if parts == devices:
+                _mark_convolutions(kernel, near, parts, shapes)
+            continue
         # The partitioner leaves what a `shard_map` contains as it is.
         if len(near) != 1 or near[0].op.kind != "dot_general" or near[0].op.manual:
             continue
         product = near[0]
-        if WIDE in product.op.attributes:
+        whole = max(shapes[v].size for v in (*kernel.op.operands, *kernel.op.results))
+        if WIDE in product.op.attributes or is_rarely_used(product.op, whole, parts, shapes):
             continue
         if kernel.op.kind == "all-gather":
             summed = _sums(product.op, kernel.op, shapes, maker)
@@ -127,7 +138,88 @@ def mark_windows(
         if not kernel.heavy:
             near = [owner[v] for v in kernel.reads if v in owner]
             near += [k for v in kernel.writes for k in readers[v]]
-            kernel.absorbed = any(k.op.kind == "dot_general" for k in near if k.heavy)
+            kernel.absorbed = any(k.op.kind in PRODUCTS for k in near if k.heavy)
+
+
+def _mark_convolutions(
+    kernel: Kernel, near: Sequence[Kernel], parts: int, shapes: Mapping[int, Shape]
+) -> None:
+    """Marks the collective of a filter and the convolutions that are computed while it runs."""
+    cuts = [cut_of(k.op, kernel.op, shapes) for k in near]
+    if not all(is_in_parts(k.op, parts, shapes) for k in near) or None in cuts:
+        return
+    if len(near) > 1 and any(shares_gather(k.op, shapes) for k in near):
+        return
+    kernel.windowed, kernel.repeats, kernel.permutes = parts, 1, 0
+    for product, cut in zip(near, cuts, strict=True):
+        # All begin with the same permute of a shard.
+        own = parts - 1 if parts == 4 else parts if kernel.permutes else parts + 1
+        kernel.permutes += own
+        product.windowed, product.cut = parts, cut
+        product.summed |= cut is not None and not cut.made and not cut.gradient
+        product.partners.append(dataclasses.replace(kernel, permutes=own))
+
+
+def relaid(
+    kernels: Sequence[Kernel], shapes: dict[int, Shape], maker: dict[int, Op]
+) -> list[Kernel]:
+    """Returns the kernels with copies for what convolutions in parts have in another order."""
+    found: list[Kernel] = []
+    copies: dict[int, int] = {}
+    for kernel in kernels:
+        cut = kernel.cut
+        found.append(kernel)
+        if cut is None or not cut.by_image or cut.value not in (*kernel.reads, *kernel.writes):
+            continue
+        if cut.value not in copies or cut.made:
+            copies[cut.value] = copy = len(shapes)
+            dtype = shapes[cut.value].dtype
+            narrow = dtype == "f32" and cut.itemsize == 2
+            shapes[copy] = Shape("bf16" if narrow else dtype, cut.padded)
+            pair = (copy, cut.value) if cut.made else (cut.value, copy)
+            op = Op(RELAYOUT, pair[:1], pair[1:], location=kernel.op.location)
+            read, written = ({value: shapes[value].nbytes} for value in pair)
+            maker[copy] = kernel.op if cut.made else op
+            place = len(found) if cut.made else len(found) - 1
+            found.insert(place, Kernel([op], False, read, written, size=shapes[copy].size))
+        copy = copies[cut.value]
+        mine = kernel.writes if cut.made else kernel.reads
+        del mine[cut.value]
+        mine[copy] = shapes[copy].nbytes
+    return found
+
+
+def filters_last(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Returns the kernels with gradients of filters that travel, and what needs them, at the end.
+
+    Seen where a norm is behind each convolution, so that its gradient waits for sums; not where
+    only elementwise operations are, as in a VGG.
+    """
+    sums = {
+        value
+        for kernel in kernels
+        if any(op.kind == "reduce" for op in kernel.ops) or kernel.op.kind == "all-reduce"
+        for value in (*kernel.writes, *kernel.op.results)
+    }
+    waits = {
+        value for kernel in kernels if not sums.isdisjoint(kernel.reads) for value in kernel.writes
+    }
+    made: set[int] = set()
+    last: set[Kernel] = set()
+    for kernel in kernels:
+        travels = kernel.cut is not None and kernel.cut.gradient
+        if (travels and kernel.op.operands[1] in waits) or not made.isdisjoint(kernel.reads):
+            last.add(kernel)
+            made.update(kernel.writes, kernel.op.results)
+    readers: dict[int, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        for value in kernel.reads:
+            readers[value].append(kernel)
+    for kernel in kernels:
+        near = [k for value in kernel.writes for k in readers[value]]
+        if kernel.op.kind == RELAYOUT and last.issuperset(near):
+            last.add(kernel)
+    return [k for k in kernels if k not in last] + [k for k in kernels if k in last]
 
 
 def _heights(maker: Mapping[int, Op]) -> dict[int, int]:
