@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import shardwise as sw
-from shardwise._estimate.kernels.filters import Cut
+from shardwise._estimate.kernels.tpu.filters import Cut
 
 
 class Convolutions(nnx.Module):

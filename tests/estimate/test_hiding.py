@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardwise._estimate.kernels.graph import Kernel
 from shardwise._estimate.kernels.hiding import Step, hiding_order, lives_of
-from shardwise._estimate.kernels.windows import Kernel
 from shardwise._estimate.program.partitioning import Op
 
 

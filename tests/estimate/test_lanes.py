@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardwise._estimate.kernels.lanes import heads_of, padded
-from shardwise._estimate.kernels.windows import Kernel
+from shardwise._estimate.kernels.graph import Kernel
+from shardwise._estimate.kernels.tpu.lanes import heads_of, padded
 from shardwise._estimate.program.partitioning import Op
 from shardwise._hlo import Shape
 

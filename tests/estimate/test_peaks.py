@@ -7,7 +7,7 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise import models
-from shardwise._estimate.kernels.lanes import filled
+from shardwise._estimate.kernels.tpu.lanes import filled
 
 pytestmark = pytest.mark.usefixtures("built_once")
 

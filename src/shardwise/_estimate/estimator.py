@@ -14,6 +14,7 @@ import numpy as np
 from .._chips import sent_bytes
 from .._hlo import user_place
 from .._time import HOT, Link, Machine, is_recomputed
+from .costs import Costs
 from .kernels import (
     COLLECTIVES,
     Block,
@@ -24,13 +25,12 @@ from .kernels import (
     hiding_order,
     is_copy,
     lives_of,
-    merged,
     nearby,
+    paired,
     peak_of,
     rewritten,
     size_of,
 )
-from .prices import Prices
 from .program import Program
 
 _KINDS = {"all-reduce": "psum", "all-gather": "all_gather", "reduce-scatter": "psum_scatter",
@@ -95,7 +95,7 @@ class Estimator:
         self.names = list(machine.mesh)
         self.inner: dict[int, int] = {}
         self.near: set[int] = set()
-        self.prices = Prices(machine, self.shapes, self.near)
+        self.costs = Costs(machine, self.shapes, self.near)
         self.rings: dict[Any, bool] = {}
         self.devices = np.arange(devices).reshape(tuple(machine.mesh.values()))
 
@@ -124,7 +124,7 @@ class Estimator:
             blocked = {n for n, piece in enumerate(pieces) if piece.sends}
             copied = {n for n, kernel in enumerate(block.kernels) if is_copy(kernel)}
             spent = [piece.seconds for piece in pieces]
-            groups += merged(block, groups)
+            groups += paired(block, groups)
             steps = hiding_order(block.kernels, spent, blocked, groups, copied)
             run.seconds = self._overlapped(steps, pieces, run)
             order, ends = lives_of(steps)
@@ -158,7 +158,7 @@ class Estimator:
             elif op.kind in COLLECTIVES and kernel.heavy:
                 piece = self._collective(kernel, run, joined.get(number))
             else:
-                price = self.prices.of(kernel, heads)
+                price = self.costs.of(kernel, heads)
                 if price.kind in HOT:
                     price = dataclasses.replace(price, seconds=price.seconds * self.slower)
                 piece = _Piece(price.seconds, price.gap)

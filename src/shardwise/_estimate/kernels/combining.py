@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .fused import Block, neighbours, size_of
-from .windows import Kernel
+from .fused import Block
+from .graph import Kernel, neighbours, size_of
 
 # In bytes on each device.
 _MOST = 30 * 2**20 + 7
@@ -91,7 +91,7 @@ class _Joined:
         return False
 
 
-def merged(block: Block, groups: Sequence[list[int]]) -> list[list[int]]:
+def paired(block: Block, groups: Sequence[list[int]]) -> list[list[int]]:
     """Returns the numbers of products that are computed as one: two alike with an operand in common.
 
     As of queries and keys, and their gradients. `groups` are those of other kernels.

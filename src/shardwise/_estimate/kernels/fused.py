@@ -7,19 +7,18 @@ reduction) is made by one kernel, which computes everything from what is in memo
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..._hlo import Shape
-from ..program import Op, Orders, Program, dims_of, numbers_of
+from ..program import Op, Orders, Program, numbers_of
+from .graph import COLLECTIVES, Kernel, captured, levels_of, neighbours
+from .merging import Merger
 from .scattering import ALIASES, scattered
-from .windows import Kernel, filters_last, mark_windows, relaid
+from .tpu import filters_last, mark_windows, relaid
 
 # Made again wherever they are read.
 _TRANSPARENT = {"constant", "iota", "broadcast_in_dim", "partition_id", "replica_id"}
-COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 _HEAVY = COLLECTIVES | {
     "dot_general", "convolution", "custom_call", "while", "sort", "scatter", "gather", "fft",
     "cholesky", "triangular_solve", "rng_bit_generator", "rng", "ragged_dot", "select_and_scatter",
@@ -30,10 +29,6 @@ _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
 # What a GPU's compiler computes once, though that takes memory.
 _ONCE = ("tanh", "erf")
-# A row of a normalisation that one kernel still holds.
-_ROW = 16384
-# A gather that takes less than this part of an array is computed with what else reads it.
-_FEW = 64
 
 
 class Block:
@@ -70,7 +65,7 @@ class Block:
         self.orders = Orders(self.shapes, self.ops, gpu)
         self.kept = self._needed(outputs)
         self._spread()
-        self.kernels = self._ordered(self._merged(self._grouped()))
+        self.kernels = self._ordered(Merger(self).merged(self._grouped()))
         if is_ring is not None:
             mark_windows(self.kernels, program.shapes, self.maker, is_ring, devices)
             self.kernels = filters_last(relaid(self.kernels, self.shapes, self.maker))
@@ -330,187 +325,6 @@ class Block:
         kernel.size = self.shapes[first[0]].size if first else 0
         return kernel
 
-    def _merged(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Returns the kernels with those in one that a compiler fuses though each writes a value."""
-        for _ in range(4):
-            before = len(kernels)
-            kernels = self._siblings(self._rows(kernels))
-            if len(kernels) == before:
-                break
-        if not self.gpu:
-            return kernels
-        return self._updated(self._added(self._picked(self._columns(kernels))))
-
-    def _updated(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Merges casts of parameters with their updates, if these do not depend on what is cast.
-
-        As of filters that the gradient of a convolution reads in reverse, which are not cast, then,
-        before the sum of their own gradient has come.
-        """
-        owner = _makers(kernels)
-        given: dict[int, list[Kernel]] = defaultdict(list)
-        for kernel in kernels:
-            for value in kernel.reads if not kernel.heavy else ():
-                if value not in owner:
-                    given[value].append(kernel)
-        gone: set[Kernel] = set()
-        for kernel in kernels:
-            if kernel.heavy or not kernel.size or len(kernel.reads) != 1:
-                continue
-            (value,) = kernel.reads
-            cast = owner.get(value)
-            if cast is not None and not cast.heavy and len(cast.reads) == 1:
-                (value,) = cast.reads
-            for other in given[value]:
-                alike = other is not kernel and other is not cast and other.size == kernel.size
-                if alike and other not in gone and not _waits_for(other.reads, kernel, owner):
-                    kernel.reads = {value: other.reads[value]}
-                    _join(other, kernel, set(), keep=True)
-                    owner |= dict.fromkeys(kernel.writes, other)
-                    gone.add(kernel)
-                    break
-        return [kernel for kernel in kernels if kernel not in gone]
-
-    def _added(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Merges scatters with what makes the updates that they alone read."""
-        owner = _makers(kernels)
-        users = Counter(value for kernel in kernels for value in kernel.reads)
-        gone: set[Kernel] = set()
-        for kernel in kernels:
-            if kernel.op.kind != "scatter":
-                continue
-            for value in [v for v in kernel.reads if v in owner and users[v] == 1]:
-                made = owner[value]
-                light = not made.heavy or made.op.kind == "gather"
-                if light and len(made.writes) == 1 and self.root(value) not in self.outputs:
-                    del kernel.reads[value]
-                    kernel.reads = made.reads | kernel.reads
-                    kernel.ops = [*made.ops, *kernel.ops]
-                    gone.add(made)
-        return [kernel for kernel in kernels if kernel not in gone]
-
-    def _picked(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Merges gathers of few elements with what reads the array too."""
-        owner = _makers(kernels)
-        gone: set[Kernel] = set()
-        for kernel in kernels:
-            source = self.root(kernel.op.operands[0]) if kernel.op.kind == "gather" else -1
-            if source not in owner or _FEW * kernel.writes[kernel.op.results[0]] > self.nbytes(
-                source
-            ):
-                continue
-            for other in kernels:
-                if (
-                    not other.heavy
-                    and source in other.reads
-                    and not _waits_for(other.reads, kernel, owner)
-                    and not _waits_for(kernel.reads, other, owner)
-                ):
-                    _join(other, kernel, set(), keep=True)
-                    owner |= dict.fromkeys(kernel.writes, other)
-                    gone.add(kernel)
-                    break
-        return [kernel for kernel in kernels if kernel not in gone]
-
-    def _columns(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Merges sums over columns with what writes an array of the same elements."""
-        owner = _makers(kernels)
-        gone: set[Kernel] = set()
-        for kernel in kernels:
-            if kernel.op.kind != "reduce" or not kernel.size or self._by_row(kernel.op):
-                continue
-            for other in kernels:
-                if other.heavy or other.size != kernel.size or other.op.kind == "reduce":
-                    continue
-                shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
-                if (
-                    2 * shared >= sum(kernel.reads.values())
-                    and shared
-                    and not _waits_for(other.reads, kernel, owner)
-                    and not _waits_for(kernel.reads, other, owner)
-                ):
-                    _join(other, kernel, set(), keep=True)
-                    owner |= dict.fromkeys(kernel.writes, other)
-                    gone.add(kernel)
-                    break
-        return [kernel for kernel in kernels if kernel not in gone]
-
-    def _rows(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Merges kernels with those that read their results next, over the same elements.
-
-        A reduction of rows, with the kernel that reads the rows again (as in a softmax); and what
-        writes an array, with a reduction of it.
-        """
-        readers: dict[int, list[Kernel]] = defaultdict(list)
-        owner = _makers(kernels)
-        for kernel in kernels:
-            for value in kernel.reads:
-                readers[value].append(kernel)
-        gone: set[Kernel] = set()
-        for kernel in kernels:
-            if kernel.heavy or not kernel.size:
-                continue
-            made = set(kernel.writes)
-            found = dict.fromkeys(k for value in made for k in readers[value])
-            users = [k for k in found if k is not kernel and k not in gone]
-            alike = [k for k in users if not k.heavy and k.size == kernel.size]
-            reduces = kernel.op.kind == "reduce"
-            if reduces:
-                if not self._by_row(kernel.op):
-                    continue
-                if len(users) > 1:
-                    alike = [k for k in alike if k.op.kind == "reduce" and self._by_row(k.op)]
-            else:
-                alike = [k for k in alike if k.op.kind == "reduce"]
-            for other in alike:
-                rest = {v: n for v, n in other.reads.items() if v not in made}
-                largest = max(kernel.reads.values(), default=0)
-                new = any(8 * n > largest and v not in kernel.reads for v, n in rest.items())
-                if (reduces and new) or _waits_for(rest, kernel, owner):
-                    continue
-                _join(other, kernel, made, keep=len(users) > 1 or not reduces)
-                gone.add(kernel)
-                owner |= dict.fromkeys(kernel.writes, other)
-                for value in kernel.reads:
-                    others = [k for k in readers[value] if k is not kernel and k is not other]
-                    readers[value] = [*others, other]
-                break
-        return [k for k in kernels if k not in gone]
-
-    def _by_row(self, op: Op) -> bool:
-        """Returns whether a reduction sums the fastest dims, few enough for one kernel to hold."""
-        dims, source = dims_of(op, "dimensions"), op.operands[0]
-        order = self.orders.of(source)
-        row = math.prod(self.shapes[source].dims[d] for d in dims)
-        return bool(dims) and set(order[len(order) - len(dims) :]) == set(dims) and row <= _ROW
-
-    def _siblings(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Merges kernels that read the same arrays in the same shape, none waiting for another."""
-        level = _levels(kernels)
-        places: dict[tuple[int, int], list[Kernel]] = defaultdict(list)
-        kept = []
-        for kernel, at in zip(kernels, level, strict=True):
-            if kernel.heavy or not kernel.size:
-                kept.append(kernel)
-                continue
-            for other in places[at, kernel.size]:
-                if self.gpu and self._sums_alike(kernel, other) is False:
-                    continue  # rows are summed in one kernel, columns in another
-                shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
-                if 2 * shared >= sum(kernel.reads.values()) and shared:
-                    _join(other, kernel, set(), keep=True)
-                    break
-            else:
-                places[at, kernel.size].append(kernel)
-                kept.append(kernel)
-        return kept
-
-    def _sums_alike(self, kernel: Kernel, other: Kernel) -> bool | None:
-        """Returns whether two sums are both of rows or both of columns; None if one is no sum."""
-        if kernel.op.kind != "reduce" or other.op.kind != "reduce":
-            return None
-        return self._by_row(kernel.op) == self._by_row(other.op)
-
     def post_order(self) -> list[int]:
         """Returns for each kernel its place if each comes right after the first visit of its operands."""
         owner = {v: i for i, k in enumerate(self.kernels) for op in k.ops for v in op.results}
@@ -539,7 +353,7 @@ class Block:
     def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
         """Returns the kernels as late as their users allow, results of the step as early."""
         _, after = neighbours(kernels)
-        early = _levels(kernels)
+        early = levels_of(kernels)
         late = list(early)
         for i in sorted(range(len(kernels)), key=lambda i: -early[i]):
             if after[i]:
@@ -550,85 +364,3 @@ class Block:
             kernels[i]
             for i in sorted(range(len(kernels)), key=lambda i: (late[i], not kernels[i].heavy, i))
         ]
-
-
-def _makers(kernels: Sequence[Kernel]) -> dict[int, Kernel]:
-    """Returns what makes each value in memory."""
-    owner = {value: kernel for kernel in kernels if kernel.heavy for value in kernel.op.results}
-    return owner | {value: kernel for kernel in kernels for value in kernel.writes}
-
-
-def _waits_for(values: Iterable[int], kernel: Kernel, owner: Mapping[int, Kernel]) -> bool:
-    """Returns whether some values are made of what a kernel makes, through any others."""
-    todo = [owner[value] for value in values if value in owner]
-    seen = set(todo)
-    while todo:
-        each = todo.pop()
-        if each is kernel:
-            return True
-        near = {owner[value] for value in each.reads if value in owner} - seen
-        seen |= near
-        todo += near
-    return False
-
-
-def _join(into: Kernel, kernel: Kernel, made: set[int], *, keep: bool) -> None:
-    for value in made:
-        into.reads.pop(value, None)
-    for value, size in kernel.reads.items():
-        into.reads[value] = max(into.reads.get(value, 0), size)
-    into.operations += kernel.operations
-    into.ops = [*kernel.ops, *into.ops]
-    if keep:
-        into.writes |= kernel.writes
-    elif not into.writes.keys() & kernel.writes.keys():
-        into.writes |= {value: 0 for value in kernel.writes}
-
-
-def neighbours(kernels: Sequence[Kernel]) -> tuple[list[set[int]], list[set[int]]]:
-    """Returns for each kernel the numbers of those that it waits for, and of those that wait for it."""
-    owner = {value: i for i, k in enumerate(kernels) for op in k.ops for value in op.results}
-    owner |= {value: i for i, k in enumerate(kernels) for value in k.writes}
-    before: list[set[int]] = [set() for _ in kernels]
-    after: list[set[int]] = [set() for _ in kernels]
-    for i, kernel in enumerate(kernels):
-        for value in kernel.reads:
-            j = owner.get(value)
-            if j is not None and j != i:
-                before[i].add(j)
-                after[j].add(i)
-    return before, after
-
-
-def _levels(kernels: list[Kernel]) -> list[int]:
-    """Returns for each kernel the length of the longest chain that it waits for."""
-    before, after = neighbours(kernels)
-    waiting = [len(b) for b in before]
-    ready = [i for i, n in enumerate(waiting) if not n]
-    level = [0] * len(kernels)
-    while ready:
-        i = ready.pop()
-        for j in after[i]:
-            level[j] = max(level[j], level[i] + 1)
-            waiting[j] -= 1
-            if not waiting[j]:
-                ready.append(j)
-    return level
-
-
-def captured(loop: Op) -> set[int]:
-    """Returns the values that a loop's body reads from outside, other than its arguments."""
-    inside = set(loop.inside)
-    used: set[int] = set()
-    for op in loop.body:
-        used |= set(op.operands)
-        inside |= set(op.results)
-        if op.kind == "while":
-            used |= captured(op)
-    return used - inside
-
-
-def size_of(shapes: dict[int, Shape], op: Op) -> int:
-    """Returns the bytes of the larger of what a collective takes and gives."""
-    taken = sum(shapes[v].nbytes for v in op.operands)
-    return max(taken, sum(shapes[v].nbytes for v in op.results))

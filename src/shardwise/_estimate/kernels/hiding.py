@@ -17,8 +17,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Sequence
 
-from .fused import COLLECTIVES, neighbours
-from .windows import Kernel
+from .graph import COLLECTIVES, Kernel, neighbours
 
 # In microseconds: from a node to the next, what the scheduler thinks that loops and small fusions
 # take, and what a copy takes.

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ..._hlo import MOVES
 from ..program import Op, Program
-from .filters import LANES
 from .fused import Block
-from .lanes import filled
-from .windows import PRODUCTS, Kernel
+from .graph import Kernel
+from .tpu import LANES, PRODUCTS, filled
 
 # Products in up to so many parts are no loop: they compute their operands like whole ones.
 _UNROLLED = 4

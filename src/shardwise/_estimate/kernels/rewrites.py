@@ -14,8 +14,8 @@ from typing import Any
 
 from ..._hlo import Shape
 from ..program import Op, Program, numbers_of, rotated
-from .filters import WIDE, groups_of, is_filter_gradient, labels_of
-from .fused import COLLECTIVES
+from .graph import COLLECTIVES
+from .tpu import WIDE, groups_of, is_filter_gradient, labels_of
 
 # A result of these is as precise as the operands that are given here; None for all of them.
 _MOVES: dict[str, tuple[int, ...] | None] = {

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ..._hlo import Shape
 from ..program import Op
-from .filters import is_in_parts, is_rarely_used, splits_features
-from .windows import RINGS
+from .tpu import RINGS, is_in_parts, is_rarely_used, splits_features
 
 # Other names for the same memory.
 ALIASES = {

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from ..._hlo import Access
-from .fused import COLLECTIVES, Block
-from .windows import Kernel
+from ...._hlo import Access
+from ..graph import COLLECTIVES, Kernel
+
+if TYPE_CHECKING:
+    from ..fused import Block
 
 # Bytes of that memory by chip. On v4 and v5p, arrays of the sizes that were looked at are not there.
 VECTOR = {"v5e": 128 * 2**20, "v6e": 128 * 2**20, "tpu7x": 64 * 2**20}

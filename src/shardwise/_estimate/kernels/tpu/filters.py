@@ -12,8 +12,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from ..._hlo import Shape, convolution_flops
-from ..program import Op, forward_of, numbers_of, written
+from ...._hlo import Shape, convolution_flops
+from ...program import Op, forward_of, numbers_of, written
 
 # The lanes of a TPU's registers, and their rows.
 LANES, ROWS = 128, 8

@@ -1,4 +1,4 @@
-"""Kernels, and the products that a TPU's compiler computes in parts while shards travel.
+"""The products that a TPU's compiler computes in parts while shards travel.
 
 It turns a gather that one product reads, and a scatter of what a product makes, into a loop of
 permutes around the ring in both directions, each with a part of the product (a collective matmul).
@@ -11,9 +11,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from ..._hlo import Access, Shape
-from ..program import Op, dims_of, numbers_of
-from .filters import RELAYOUT, WIDE, Cut, cut_of, is_in_parts, is_rarely_used, shares_gather
+from ...._hlo import Shape
+from ...program import Op, dims_of, numbers_of
+from ..graph import Kernel
+from .filters import RELAYOUT, WIDE, cut_of, is_in_parts, is_rarely_used, shares_gather
 
 # Devices over which products are computed in parts: seen for 4, 8 and 16, not for 2, nor for 64 of
 # 256; nor for the 4 of one host.
@@ -21,53 +22,6 @@ RINGS = (4, 8, 12, 16, 20, 24, 28, 32)
 PRODUCTS = ("dot_general", "convolution")
 # An array is gathered again for a use that is this much nearer to the end of the step.
 _APART = 130
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Kernel:
-    """One kernel, collective or loop.
-
-    Attributes:
-        ops: its operations.
-        heavy: whether it is a single operation that is never fused.
-        reads: the values that it reads, each with the bytes of it that are read.
-        writes: the values that it writes, each with its bytes.
-        operations: its scalar operations.
-        size: the elements that it iterates over.
-        level: how late it can run.
-        windowed: in how many parts it is computed while shards travel; 0 if it is not.
-        permutes: how many permutes of a shard stand for a collective that is windowed.
-        summed: whether these parts are added up.
-        partners: the windowed collectives of a product.
-        cut: the activations that a convolution in parts has in pieces.
-        repeats: how often a gather runs, for uses that are far from each other.
-        absorbed: whether a product next to it does most of its work (on a TPU).
-    """
-
-    ops: list[Op]
-    heavy: bool
-    reads: dict[int, int] = dataclasses.field(default_factory=dict)
-    writes: dict[int, int] = dataclasses.field(default_factory=dict)
-    operations: int = 0
-    size: int = 0
-    level: int = 0
-    windowed: int = 0
-    permutes: int = 0
-    repeats: int = 1
-    summed: bool = False
-    absorbed: bool = False
-    partners: list[Kernel] = dataclasses.field(default_factory=list)
-    cut: Cut | None = None
-
-    @property
-    def op(self) -> Op:
-        """Its last operation."""
-        return self.ops[-1]
-
-    @property
-    def access(self) -> Access:
-        """What it moves through memory."""
-        return Access(sum(self.reads.values()), sum(self.writes.values()), self.operations)
 
 
 def mark_windows(

@@ -34,7 +34,7 @@ _STATISTICS, _ROWS = 1.55, 1.3
 _TOGETHER, _APART, _SCATTERED, _FEW = 1.13, 1.65, 3.0, 1.07
 
 
-class Prices:
+class Costs:
     """Prices the kernels of a step on some chips."""
 
     def __init__(self, machine: Machine, shapes: Mapping[int, Shape], near: Collection[int]):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from ..._hlo import Access, Shape
+from ...._hlo import Access, Shape
+from ..graph import Kernel
 from .filters import LANES
-from .windows import Kernel
 
 
 def filled(dims: Sequence[int]) -> float:
