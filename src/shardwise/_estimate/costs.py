@@ -30,6 +30,9 @@ _STREAMING = {"cu_threefry2x32", "cu_threefry2x32_ffi", "mhlo.topk", "TopK", "Pa
 # Elements that a block of Triton holds; and how much slower than a copy it sums rows: two sums of a row
 # alone, whole rows, and gradients of a softmax by where the rows of a block lie.
 _HELD = 16384
+# Rows that a block sums over columns; and how many elements a second, if it writes what it reads too.
+_COLUMN = 4096
+_WAITING, _PASSING = 2.5e9, 24e9
 _STATISTICS, _ROWS = 1.55, 1.3
 _TOGETHER, _APART, _SCATTERED, _FEW = 1.13, 1.65, 3.0, 1.07
 
@@ -48,7 +51,9 @@ class Costs:
         if not kernel.heavy:
             share = _ABSORBED if kernel.absorbed else 1.0
             moved = outside(kernel, padded(kernel, self.shapes, heads), self.near)
-            return self.pricer.streamed(moved, share * self._penalty(kernel))
+            price = self.pricer.streamed(moved, share * self._penalty(kernel))
+            least = 0.0 if self.machine.gpu is None else self._least(kernel)
+            return dataclasses.replace(price, seconds=max(price.seconds, least))
         if op.kind == "dot_general":
             return self._dot(kernel)
         if op.kind == "convolution":
@@ -75,6 +80,25 @@ class Costs:
         if self.machine.gpu is not None and (rows := self._by_rows(kernel)) is not None:
             return rows
         return 1.1 if "reduce" in kinds else 1.0
+
+    def _least(self, kernel: Kernel) -> float:
+        """Returns how long the slowest block takes of a kernel that sums over columns.
+
+        Long columns are summed in two steps.
+        """
+        longest = 0
+        for op in kernel.ops:
+            if op.kind == "reduce" and not self._is_last(op):
+                given = self.shapes[op.operands[0]]
+                rank, dims = len(given.dims), dims_of(op, "dimensions")
+                if rank - 1 in dims:
+                    continue
+                rows = math.prod(given.dims[d] for d in dims)
+                longest = max(
+                    longest, rows if rows <= _COLUMN else rows >> (rows.bit_length() // 2)
+                )
+        writes = any(2 * self.shapes[v].size > kernel.size for v in kernel.writes)
+        return longest * 32 / (_WAITING if writes else _PASSING)
 
     def _by_rows(self, kernel: Kernel) -> float | None:
         """Returns how much slower than a copy a kernel streams that sums rows which it holds.
