@@ -74,15 +74,16 @@ class Merger:
         for kernel in kernels:
             if kernel.op.kind != "scatter":
                 continue
-            for value in [v for v in kernel.reads if v in owner and users[v] == 1]:
-                made = owner[value]
+            todo = list(kernel.reads)
+            while todo:
+                value = todo.pop()
+                made = owner.get(value)
+                if made is None or users[value] != 1 or len(made.writes) != 1:
+                    continue
                 light = not made.heavy or made.op.kind == "gather"
-                if (
-                    light
-                    and len(made.writes) == 1
-                    and self.block.root(value) not in self.block.outputs
-                ):
+                if light and self.block.root(value) not in self.block.outputs:
                     del kernel.reads[value]
+                    todo += made.reads
                     kernel.reads = made.reads | kernel.reads
                     kernel.ops = [*made.ops, *kernel.ops]
                     gone.add(made)

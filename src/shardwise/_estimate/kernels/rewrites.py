@@ -32,13 +32,43 @@ def rewritten(program: Program, *, gpu: bool, devices: int) -> Program:
     """Returns the program as one of the two compilers computes it on so many devices."""
     if gpu:
         shapes = dict(program.shapes)
-        ops = rotated(program.ops, shapes)
+        ops = rotated(_added_up(program.ops, shapes), shapes)
         ops = _gathered_again(_cast_last(ops, shapes), shapes, devices)
         return dataclasses.replace(program, ops=ops, shapes=shapes)
     shapes = dict(program.shapes)
     ops = _moved_to_features(_gathered_once(program.ops), shapes)
     ops = _selected(_left_in_rows(ops, shapes), shapes)
     return _in_bfloat16(dataclasses.replace(program, ops=ops, shapes=shapes))
+
+
+def _added_up(ops: Sequence[Op], shapes: Mapping[int, Shape]) -> list[Op]:
+    """Returns the operations with sums of products in place of products of a vector, or of a few terms.
+
+    A GPU's compiler fuses them with what is around them.
+    """
+    found = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_added_up(op.body, shapes))
+        elif op.kind == "dot_general" and is_added_up(op, shapes):
+            numbers = numbers_of(op)
+            first = max((0, 1), key=lambda side: shapes[op.operands[side]].size)
+            operands = (op.operands[first], op.operands[1 - first])
+            kind, dims = "reduce", {"dimensions": f"array<i64: {str(numbers[first])[1:-1]}>"}
+            if not numbers[0]:
+                kind, dims = "multiply", {}
+            op = dataclasses.replace(op, kind=kind, operands=operands, attributes=dims, axes=())
+        found.append(op)
+    return found
+
+
+def is_added_up(product: Op, shapes: Mapping[int, Shape]) -> bool:
+    """Returns whether a product is one of a vector, or sums a few terms."""
+    left, right = (shapes[value] for value in product.operands[:2])
+    numbers = numbers_of(product)
+    summed = math.prod(left.dims[d] for d in numbers[0])
+    batch = math.prod(left.dims[d] for d in numbers[2])
+    return batch * summed >= min(left.size, right.size) or summed <= 4
 
 
 def _cast_last(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
