@@ -17,7 +17,7 @@ from .._hlo import (
 )
 from .._time import Machine, Price
 from .convolutions import convolution_in_parts, convolution_of_groups
-from .kernels import LEFT, RELAYOUT, VECTOR, Kernel, outside, padded
+from .kernels import LEFT, RELAYOUT, VECTOR, Kernel, is_added_up, outside, padded
 from .program import Op, dims_of, forward_of, numbers_of, written
 
 # A TPU's compiler computes what lies before and after a product with it, unless the product is
@@ -146,9 +146,7 @@ class Costs:
         out = self.shapes[op.results[0]]
         flops = 2 * out.size * math.prod(shapes[0].dims[d] for d in numbers[0])
         moved = sum(s.nbytes for s in (*shapes, out))
-        summed = math.prod(shapes[0].dims[d] for d in numbers[0])
-        batch = math.prod(shapes[0].dims[d] for d in numbers[2])
-        if batch * summed >= min(shape.size for shape in shapes) or summed <= 4:
+        if is_added_up(op, self.shapes):
             # Of a vector, or of a few columns: computed as a sum of products, without the units for matrices.
             return dataclasses.replace(
                 self.pricer.streamed(Access(moved, 0, flops), 1.1), flops=flops

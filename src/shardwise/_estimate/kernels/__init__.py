@@ -12,6 +12,7 @@ from .hiding import is_copy as is_copy
 from .hiding import lives_of as lives_of
 from .memory import peak_of as peak_of
 from .memory import placed as placed
+from .rewrites import is_added_up as is_added_up
 from .rewrites import rewritten as rewritten
 from .tpu import LANES as LANES
 from .tpu import LEFT as LEFT
