@@ -95,7 +95,7 @@ class Costs:
                     continue
                 rows = math.prod(given.dims[d] for d in dims)
                 longest = max(
-                    longest, rows if rows <= _COLUMN else rows >> (rows.bit_length() // 2)
+                    longest, rows if rows <= _COLUMN else rows >> ((rows.bit_length() - 1) // 2)
                 )
         writes = any(2 * self.shapes[v].size > kernel.size for v in kernel.writes)
         return longest * 32 / (_WAITING if writes else _PASSING)
