@@ -256,3 +256,13 @@ def test_long_columns_are_summed_in_two_steps(rows, longest):
     costs = Costs.__new__(Costs)
     costs.shapes = made.shapes
     assert costs._least(kernel) == pytest.approx(longest * 32 / 24e9)
+
+
+def test_gathers_of_results_alone_run_once_on_tpus():
+    """As of parameters that ZeRO updates in parts."""
+    made = Made()
+    part = made.given("bf16", 512, 1024)
+    whole = made.op("all-gather", (part,), "bf16", 4096, 1024, axes=AXES, places=(0,))
+    program = made.program(whole)
+    block = Block(program, made.ops, (whole,), is_ring=lambda op: True, devices=8)
+    assert [kernel.repeats for kernel in block.kernels] == [1]

@@ -15,7 +15,7 @@ from typing import Any
 from ..._hlo import Shape
 from ..program import Op, Program, numbers_of, rotated
 from .graph import COLLECTIVES
-from .tpu import WIDE, groups_of, is_filter_gradient, labels_of
+from .tpu import WIDE
 
 # A result of these is as precise as the operands that are given here; None for all of them.
 _MOVES: dict[str, tuple[int, ...] | None] = {
@@ -35,10 +35,8 @@ def rewritten(program: Program, *, gpu: bool, devices: int) -> Program:
         ops = rotated(_added_up(program.ops, shapes), shapes)
         ops = _gathered_again(_cast_last(ops, shapes), shapes, devices)
         return dataclasses.replace(program, ops=ops, shapes=shapes)
-    shapes = dict(program.shapes)
-    ops = _moved_to_features(_gathered_once(program.ops), shapes)
-    ops = _selected(_left_in_rows(ops, shapes), shapes)
-    return _in_bfloat16(dataclasses.replace(program, ops=ops, shapes=shapes))
+    ops = _selected(_gathered_once(program.ops), program.shapes)
+    return _in_bfloat16(dataclasses.replace(program, ops=ops))
 
 
 def _added_up(ops: Sequence[Op], shapes: Mapping[int, Shape]) -> list[Op]:
@@ -183,116 +181,6 @@ def _gathered_once(ops: Sequence[Op]) -> list[Op]:
             gathers[key] = op.results[0]
         found.append(op)
     return found
-
-
-def _left_in_rows(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
-    """Returns the operations without all-to-alls of the rows that a split weight is multiplied with.
-
-    Shardy moves small activations, as before a classifier, so that they are split like the weight.
-    The compiler's own partitioner leaves them in rows: it gathers the weight, and sums its gradient.
-    """
-    made = {value: op for op in ops for value in op.results}
-    users: dict[int, list[Op]] = {}
-    for op in ops:
-        for value in op.operands:
-            users.setdefault(value, []).append(op)
-    instead: dict[int, list[Op]] = {}
-    gone: set[int] = set()
-    for op in ops:
-        sides = [i for i, v in enumerate(op.operands) if v in made and made[v].kind == "all-to-all"]
-        if op.kind != "dot_general" or len(sides) != 1 or len(numbers_of(op)[2]):
-            continue
-        side, other = sides[0], 1 - sides[0]
-        moved, summed = made[op.operands[side]], numbers_of(op)[:2]
-        (rows,), given = moved.operands, shapes[moved.operands[0]].dims
-        ways = math.prod(size for _, size in moved.axes)
-        split = [d for d, n in enumerate(shapes[moved.results[0]].dims) if n < given[d]]
-        if len(split) != 1 or ways * shapes[moved.results[0]].dims[split[0]] != given[split[0]]:
-            continue
-        if split[0] in summed[side]:
-            near = users.get(op.results[0], [])
-            while len(near) == 1 and near[0].kind == "all-reduce":
-                gone.add(id(near[0]))
-                near = users.get(near[0].results[0], [])
-            if len(near) != 1 or near[0].kind not in ("reduce-scatter", "all_slice"):
-                continue
-            gone.add(id(near[0]))
-            dim = summed[other][summed[side].index(split[0])]
-            weight = op.operands[other]
-            whole = len(shapes)
-            shapes[whole] = _times(shapes[weight], dim, ways)
-            gather = dataclasses.replace(
-                moved, kind="all-gather", operands=(weight,), results=(whole,), dims=(dim,)
-            )
-            both = (rows, whole) if side == 0 else (whole, rows)
-            product = dataclasses.replace(op, operands=both, results=near[0].results)
-            instead[id(op)] = [gather, product]
-        else:
-            gathered = made.get(op.operands[other])
-            if gathered is None or gathered.kind != "all-gather" or gathered.axes != moved.axes:
-                continue
-            if any(d not in summed[other] for d in gathered.dims):
-                continue
-            free = [d for d in range(len(given)) if d not in summed[side]]
-            before = 0 if side == 0 else len(shapes[op.results[0]].dims) - len(free)
-            dim = before + free.index(split[0])
-            part, total = len(shapes), len(shapes) + 1
-            shapes[part] = shapes[total] = _times(shapes[op.results[0]], dim, ways)
-            mine = gathered.operands[0]
-            both = (rows, mine) if side == 0 else (mine, rows)
-            instead[id(op)] = [
-                dataclasses.replace(op, operands=both, results=(part,)),
-                dataclasses.replace(moved, kind="all-reduce", operands=(part,), results=(total,)),
-                dataclasses.replace(moved, kind="all_slice", operands=(total,),
-                                    results=op.results, dims=(dim,)),
-            ]  # fmt: skip
-    found = [
-        each for op in ops if id(op) not in gone for each in instead.get(id(op), [op])
-    ]  # what is gone was read by nothing else
-    read = {value for op in found for value in op.operands}
-    return [op for op in found if op.kind != "all-to-all" or not read.isdisjoint(op.results)]
-
-
-def _moved_to_features(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
-    """Returns the operations with the activations of convolutions in groups split like their filter.
-
-    Shardy gathers such a filter, however small. The compiler's own partitioner moves the activations
-    to the devices that have their features, and the result back.
-    """
-    gathers = {op.results[0]: op for op in ops if op.kind == "all-gather" and len(op.dims) == 1}
-    found = []
-    for op in ops:
-        gather = gathers.get(op.operands[1]) if op.kind == "convolution" else None
-        if gather is None or groups_of(op) == 1 or op.manual:
-            found.append(op)
-            continue
-        lhs, rhs, out = labels_of(op, shapes)
-        ways = math.prod(size for _, size in gather.axes)
-        given, result = op.operands[0], op.results[0]
-        whole = shapes[given].dims[lhs.index("f")] % ways == 0
-        if is_filter_gradient(op, shapes) or rhs[gather.dims[0]] != "o" or not whole:
-            found.append(op)
-            continue
-        moved, made = len(shapes), len(shapes) + 1
-        for value, like, names in ((moved, given, lhs), (made, result, out)):
-            dims = list(shapes[like].dims)
-            dims[names.index("b")] *= ways
-            dims[names.index("f")] //= ways
-            shapes[value] = dataclasses.replace(shapes[like], dims=tuple(dims))
-        move = dataclasses.replace(gather, kind="all-to-all")
-        batch, features = (lhs.index("b"),), (out.index("f"),)
-        found += [
-            dataclasses.replace(move, operands=(given,), results=(moved,), dims=batch),
-            dataclasses.replace(op, operands=(moved, gather.operands[0]), results=(made,)),
-            dataclasses.replace(move, operands=(made,), results=(result,), dims=features),
-        ]
-    read = {value for op in found for value in op.operands}
-    return [op for op in found if op.kind != "all-gather" or not read.isdisjoint(op.results)]
-
-
-def _times(shape: Shape, dim: int, ways: int) -> Shape:
-    dims = (*shape.dims[:dim], shape.dims[dim] * ways, *shape.dims[dim + 1 :])
-    return dataclasses.replace(shape, dims=dims)
 
 
 def _selected(ops: Sequence[Op], shapes: Mapping[int, Shape]) -> list[Op]:

@@ -53,7 +53,7 @@ def mark_windows(
         if kernel.op.kind == "all-gather":
             near = [k for value in kernel.writes for k in readers[value]]
             kernel.repeats = _repeats([heights[k.op.results[0]] for k in near if k.op.results])
-            if all(k.op.kind == "convolution" and WIDE in k.op.attributes for k in near):
+            if near and all(k.op.kind == "convolution" and WIDE in k.op.attributes for k in near):
                 kernel.repeats = len(near)  # each casts the filter for itself
         elif kernel.op.kind == "reduce-scatter":
             near = [owner[value] for value in kernel.reads if value in owner]
