@@ -266,3 +266,16 @@ def test_gathers_of_results_alone_run_once_on_tpus():
     program = made.program(whole)
     block = Block(program, made.ops, (whole,), is_ring=lambda op: True, devices=8)
     assert [kernel.repeats for kernel in block.kernels] == [1]
+
+
+def test_a_gpu_scatters_into_the_other_term_of_a_sum():
+    made = Made()
+    x, places = made.given("f32", 512, 32000), made.given("s32", 512, 1)
+    updates = made.given("f32", 512)
+    zero = made.op("constant", (), "f32")
+    zeros = made.op("broadcast_in_dim", (zero,), "f32", 512, 32000)
+    chosen = made.op("scatter", (zeros, places, updates), "f32", 512, 32000)
+    out = made.op("add", (chosen, x), "f32", 512, 32000)
+    ops = rewritten(made.program(out), gpu=True, devices=8).ops
+    (scatter,) = [op for op in ops if op.kind in ("scatter", "add")]
+    assert scatter.operands == (x, places, updates) and scatter.results == (out,)

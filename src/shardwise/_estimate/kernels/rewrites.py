@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,11 +33,37 @@ def rewritten(program: Program, *, gpu: bool, devices: int) -> Program:
     """Returns the program as one of the two compilers computes it on so many devices."""
     if gpu:
         shapes = dict(program.shapes)
-        ops = rotated(_added_up(program.ops, shapes), shapes)
+        ops = rotated(_added_up(_scattered_into(program.ops), shapes), shapes)
         ops = _gathered_again(_cast_last(ops, shapes), shapes, devices)
         return dataclasses.replace(program, ops=ops, shapes=shapes)
     ops = _selected(_gathered_once(program.ops), program.shapes)
     return _in_bfloat16(dataclasses.replace(program, ops=ops))
+
+
+def _scattered_into(ops: Sequence[Op]) -> list[Op]:
+    """Returns the operations with scatters into a sum's other term, in place of scatters into zeros.
+
+    As in the gradient of chosen logits, which is added to that of their normalisation.
+    """
+    made = {value: op for op in ops for value in op.results}
+    users = Counter(value for op in ops for value in op.operands)
+    found: list[Op] = []
+    for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_scattered_into(op.body))
+        elif op.kind == "add":
+            for value, other in (op.operands, op.operands[::-1]):
+                scatter = made.get(value)
+                if scatter is None or scatter.kind != "scatter" or users[value] != 1:
+                    continue
+                zeros = made.get(scatter.operands[0])
+                if zeros is not None and zeros.kind in ("constant", "broadcast_in_dim"):
+                    found = [each for each in found if each is not scatter]
+                    operands = (other, *scatter.operands[1:])
+                    op = dataclasses.replace(scatter, operands=operands, results=op.results)
+                    break
+        found.append(op)
+    return found
 
 
 def _added_up(ops: Sequence[Op], shapes: Mapping[int, Shape]) -> list[Op]:
