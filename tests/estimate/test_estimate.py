@@ -12,9 +12,12 @@ import shardwise as sw
 from shardwise import models
 from shardwise._compile import job_of, lowered_job
 from shardwise._estimate.kernels.fused import Block
+from shardwise._estimate.program.invariants import read_inside, read_outside
 from shardwise._estimate.program.partitioning import Op, Program, partition
 from shardwise._estimate.program.simplify import simplified
-from shardwise._hlo import Shape
+from shardwise._estimate.program.visits import in_order_of_need, in_own_order
+from shardwise._hlo import Shape, unpartitioned
+from shardwise._jax import mlir_bindings
 
 
 @pytest.fixture
@@ -79,6 +82,23 @@ def partitioned(recipe, layout):
     mesh = layout.mesh
     lowered = lowered_job(job_of(recipe, layout, None), mesh.abstract_device)
     return partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
+
+
+def test_the_order_and_the_loops_of_the_compilers_are_undone():
+    recipe = decoder()
+    layout = sw.layout(recipe.model, sw.mesh("data=8", on="h100:1x8"), "fsdp")
+    lowered = lowered_job(job_of(recipe, layout, None), layout.mesh.abstract_device)
+    ir, _ = mlir_bindings()
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        own = unpartitioned(module)
+        before = str(own)
+        in_order_of_need(own, ir)
+        read_outside(own)
+        assert str(own) != before and own.operation.verify()
+        read_inside(own)
+        in_own_order(own, ir)
+        assert str(own) == before
 
 
 def test_loops_have_their_trips_and_local_shapes():

@@ -11,9 +11,10 @@ from flax import nnx
 
 import shardwise as sw
 from shardwise import models
+from shardwise._estimate.program import partition
 
 
-def decoder(batch=(32, 512), **config):
+def decoder(batch=(32, 512), accumulate=1, **config):
     sizes = models.Config(
         **{"layers": 2, "width": 1024, "hidden": 2816, "heads": 8, "vocab": 8192, "scan": True,
            "remat": "nothing_saveable"} | config
@@ -24,6 +25,7 @@ def decoder(batch=(32, 512), **config):
         optimizer=optax.adamw(1e-4),
         batch=jax.ShapeDtypeStruct(batch, "int32"),
         compute_dtype="bfloat16",
+        accumulate=accumulate,
     )
 
 
@@ -67,11 +69,21 @@ STEPS = {
     # Slots of microbatches are rotated by all-to-alls.
     "eight stages": (
         lambda: decoder(layers=8, width=768, hidden=2048, heads=6),
-        "pipe=8,data=2", "fsdp+pipeline", "h100:2x8", {"pipe": 290783807},
+        "pipe=8,data=2", "fsdp+pipeline", "h100:2x8", {"pipe": 290783807, "data": 718940160},
     ),
     "two rounds": (
         lambda: decoder(layers=8, rounds=2),
-        "pipe=2,data=4", "fsdp+pipeline", "h100:1x8", {"pipe": 277905714},
+        "pipe=2,data=4", "fsdp+pipeline", "h100:1x8", {"pipe": 277905714, "data": 2650300416},
+    ),
+    # How weights are split is known in loops before how activations are; casts follow all-to-alls.
+    "eight microbatches": (
+        lambda: decoder(layers=8, microbatches=8),
+        "pipe=4,data=2", "fsdp+pipeline", "h100:1x8", {"pipe": 349176061, "data": 1443545088},
+    ),
+    # What both parts gather is gathered twice, and sums of rows that were looked up are scattered.
+    "two parts": (
+        lambda: decoder(layers=3, hidden=4096, vocab=16384, accumulate=2),
+        "data=4,model=2", "fsdp+tensor", "h100:1x8", {"data": 465647628, "model": 142655488},
     ),
     # Weights that `model` does not split move to it and are gathered over it.
     "six heads": (
@@ -118,3 +130,47 @@ def test_products_and_rotations_send_what_the_compiled_step_sends(name):
     found = {axis: sum(size for _, size in kinds[axis].values()) for axis in sent}
     assert found == pytest.approx(sent, rel=0.01)
     assert "pipe" in sent or set(kinds) == set(sent)
+
+
+def test_experts_that_split_the_batch_gather_the_words_once():
+    recipe = decoder(
+        (32, 1024), layers=4, hidden=2048, heads=16, vocab=32000, experts=8, capacity=1.25
+    )
+    layout = sw.layout(
+        recipe.model,
+        sw.mesh("data=4,expert=4", on="h100:2x8"),
+        "fsdp",
+        logical={"experts": "expert"},
+    )
+    kinds = sw.estimate(recipe, layout).by_axis["data"]
+    assert sum(size for _, size in kinds.values()) == pytest.approx(547749888, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"), [({"data": 4, "model": 2}, "all-gather"), ({"data": 8}, "all-to-all")]
+)
+@pytest.mark.parametrize("product", [True, False])
+def test_a_product_moves_between_dims_by_a_gather_where_another_axis_is_idle(sizes, kind, product):
+    mesh = jax.sharding.AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), (jax.sharding.AxisType.Auto,) * len(sizes)
+    )
+
+    def split(*spec):
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+    def step(x, w, shift):
+        y = x @ w if product else x + 1.0
+        rows = jax.lax.with_sharding_constraint(y, split("data", None))
+        return rows, rows * shift
+
+    args = [jax.ShapeDtypeStruct((64, 64), "float32")] * 3
+    given = (split("data", None), split(None, None), split(None, "data"))
+    made = (split("data", None), split(None, "data"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(step, in_shardings=given, out_shardings=made).trace(*args)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    program = partition(lowered.compiler_ir("stablehlo"), sizes)
+    expected = kind if product else "all-to-all"
+    assert [
+        op.kind for op in program.ops if op.kind.startswith("all-") and "slice" not in op.kind
+    ] == [expected]

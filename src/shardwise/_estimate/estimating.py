@@ -81,11 +81,13 @@ def partition_step(
     """Returns a step as one device of its mesh runs it; see `estimate`."""
     mesh = require_layout(layout).mesh
     measured = load_calibration(calibration) if calibration is not None else None
-    if step_machine(mesh, measured) is None:
+    machine = step_machine(mesh, measured)
+    if machine is None:
         raise ValueError(
             f"the mesh {show_mesh(mesh)} has no chips with known rates: make it with "
             f"on='h100:8x8' or on='v5p:4x8x8'"
         )
     job, lowered = lowered_step(recipe, layout, inputs, method)
     program = partition(lowered.compiler_ir("stablehlo"), dict(mesh.shape))
-    return Partitioned(simplified(placed(program)), tokens_of(job.batch), measured)
+    program = simplified(placed(program), gpu=machine.gpu is not None)
+    return Partitioned(program, tokens_of(job.batch), measured)

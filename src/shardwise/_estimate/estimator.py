@@ -88,7 +88,7 @@ class Estimator:
     def __init__(self, program: Program, machine: Machine):
         """Takes the step and the chips."""
         devices = math.prod(machine.mesh.values())
-        program = rewritten(program, gpu=machine.gpu is not None, devices=devices)
+        program = rewritten(program, gpu=machine.gpu is not None)
         self.program, self.machine = program, machine
         self.shapes = program.shapes
         self.slower = 1.0

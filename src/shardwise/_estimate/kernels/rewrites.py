@@ -28,13 +28,15 @@ _MOVES: dict[str, tuple[int, ...] | None] = {
     "dynamic_update_slice": (0, 1),
 }
 
+_SENDS = ("all-gather", "all-to-all", "collective-permute")
 
-def rewritten(program: Program, *, gpu: bool, devices: int) -> Program:
-    """Returns the program as one of the two compilers computes it on so many devices."""
+
+def rewritten(program: Program, *, gpu: bool) -> Program:
+    """Returns the program as one of the two compilers computes it."""
     if gpu:
         shapes = dict(program.shapes)
         ops = rotated(_added_up(_scattered_into(program.ops), shapes), shapes)
-        ops = _gathered_again(_cast_last(ops, shapes), shapes, devices)
+        ops = _gathered_again(_cast_last(ops, shapes), shapes)
         return dataclasses.replace(program, ops=ops, shapes=shapes)
     ops = _selected(_gathered_once(program.ops), program.shapes)
     return _in_bfloat16(dataclasses.replace(program, ops=ops))
@@ -97,31 +99,34 @@ def is_added_up(product: Op, shapes: Mapping[int, Shape]) -> bool:
 
 
 def _cast_last(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
-    """Returns the operations with gathers before casts to a wider dtype, and no such gather twice."""
-    gathers: dict[tuple[Any, ...], int] = {}
+    """Returns the operations with data sent before casts to a wider dtype, and no data sent twice."""
+    sent: dict[tuple[Any, ...], int] = {}
     casts = {op.results[0]: op for op in ops if op.kind == "convert"}
     found = []
     for op in ops:
-        cast = casts.get(op.operands[0]) if op.kind == "all-gather" else None
+        moves = op.kind in _SENDS and len(op.results) == 1
+        cast = casts.get(op.operands[0]) if moves else None
         if op.kind == "while":
             op = dataclasses.replace(op, body=_cast_last(op.body, shapes))
-        elif cast is not None and len(op.results) == 1:
-            (narrow,), (result,) = cast.operands, op.results
-            if shapes[narrow].nbytes < shapes[op.operands[0]].nbytes:
-                gathered = gathers.get((narrow, *op.axes, *op.dims))
-                if gathered is None:
-                    gathered = len(shapes)
-                    shapes[gathered] = Shape(shapes[narrow].dtype, shapes[result].dims)
-                    gathers[narrow, *op.axes, *op.dims] = gathered
-                    found.append(dataclasses.replace(op, operands=(narrow,), results=(gathered,)))
-                op = Op("convert", (gathered,), (result,), location=cast.location)
-        elif op.kind == "all-gather" and len(op.results) == 1:
-            gathers[*op.operands, *op.axes, *op.dims] = op.results[0]
+        elif moves:
+            (result,) = op.results
+            dims = shapes[result].dims
+            key = (op.kind, op.axes, op.dims, dims, op.attributes.get("pairs"))
+            if cast is None:
+                sent[*op.operands, *key] = result
+            elif shapes[cast.operands[0]].nbytes < shapes[op.operands[0]].nbytes:
+                (narrow,) = cast.operands
+                moved = sent.get((narrow, *key))
+                if moved is None:
+                    sent[narrow, *key] = moved = len(shapes)
+                    shapes[moved] = Shape(shapes[narrow].dtype, dims)
+                    found.append(dataclasses.replace(op, operands=(narrow,), results=(moved,)))
+                op = Op("convert", (moved,), (result,), location=cast.location)
         found.append(op)
     return found
 
 
-def _gathered_again(ops: Sequence[Op], shapes: dict[int, Shape], devices: int) -> list[Op]:
+def _gathered_again(ops: Sequence[Op], shapes: dict[int, Shape]) -> list[Op]:
     """Returns the operations with large weights gathered twice, for their last product too.
 
     The partitioner gathers a weight that is split over other axes as well in another way if it is
@@ -138,9 +143,16 @@ def _gathered_again(ops: Sequence[Op], shapes: dict[int, Shape], devices: int) -
     for op in ops:
         if op.kind != "all-gather" or len(op.results) != 1 or len(op.dims) != 1:
             continue
-        (value,), ways = op.results, math.prod(size for _, size in op.axes)
-        near, others = products.get(value, []), devices // max(1, ways)
-        if len(near) < 2 or others < 2:
+        (value,), near = op.results, products.get(op.results[0], [])
+        if len(near) < 2:
+            continue
+        split = found[near[0]].attributes.get("split")
+        if not split:
+            continue
+        # The partitioner looks at each batch of a product by itself.
+        weight = split[found[near[0]].operands.index(value)] - frozenset.intersection(*split)
+        others = math.prod(size for _, size in weight)
+        if others < 2:
             continue
         if shapes[value].nbytes < others * _beside(found[near[0]], value, op.dims[0], shapes):
             continue
@@ -152,7 +164,7 @@ def _gathered_again(ops: Sequence[Op], shapes: dict[int, Shape], devices: int) -
     made = []
     for place, op in enumerate(found):
         if op.kind == "while":
-            op = dataclasses.replace(op, body=_gathered_again(op.body, shapes, devices))
+            op = dataclasses.replace(op, body=_gathered_again(op.body, shapes))
         made += [before[place], op] if place in before else [op]
     return made
 

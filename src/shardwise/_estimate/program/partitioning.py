@@ -17,13 +17,14 @@ import numpy as np
 
 from ..._hlo import Shape, unpartitioned
 from ..._jax import mlir_bindings
+from .gathers import gather_for_products, mark_products
+from .invariants import read_inside, read_outside
 from .products import match_products
+from .visits import in_order_of_need, in_own_order
 
 _PROPAGATION = "builtin.module(sdy-propagation-pipeline)"
-_RESHARDS = (
-    "builtin.module(func.func("
-    "sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives))"
-)
+_RESHARDS = "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))"
+_COLLECT = "builtin.module(func.func(sdy-reshard-to-collectives))"
 _FRAME = re.compile(r'"([^"]*)"\("([^"]*)":(\d+):')
 _SPLIT = re.compile(r"<@?[\w<>\[\]\"=, ]*?, \[([^\[\]]*)\]")  # how its dims are, by value
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
@@ -121,9 +122,16 @@ def partition(module: Any, mesh: Mapping[str, int]) -> Program:
     with module.context:
         own = unpartitioned(module)
         try:
+            in_order_of_need(own, ir)
+            read_outside(own)
             passmanager.PassManager.parse(_PROPAGATION).run(own.operation)
+            read_inside(own)
+            in_own_order(own, ir)
             match_products(own, mesh, ir)
+            mark_products(own, ir)
             passmanager.PassManager.parse(_RESHARDS).run(own.operation)
+            gather_for_products(own, mesh, ir)
+            passmanager.PassManager.parse(_COLLECT).run(own.operation)
         except (ValueError, ir.MLIRError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(f"Shardy cannot partition this step: {first}") from error

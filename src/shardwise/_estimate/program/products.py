@@ -16,11 +16,11 @@ from typing import Any
 
 _AXIS = re.compile(r'"[^"]+"(?::\(\d+\)\d+)?')
 _SHARDING = re.compile(r"<(@\w+), \[([^\[\]]*)\]")
-_PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
 _LISTS = ("lhs_batching", "rhs_batching", "lhs_contracting", "rhs_contracting")
 
 # For each dim, its axes as MLIR writes them.
-_Split = list[list[str]]
+Split = list[list[str]]
 
 
 def match_products(module: Any, mesh: Mapping[str, int], ir: Any) -> None:
@@ -32,23 +32,24 @@ def match_products(module: Any, mesh: Mapping[str, int], ir: Any) -> None:
         ir: MLIR's bindings.
     """
     (main,) = (op for op in module.body.operations if op.operation.name == "func.func")
-    for op in [op for op in _inside(main.operation) if op.name in _PRODUCTS]:
+    for op in [op for op in inside(main.operation) if op.name in PRODUCTS]:
         _match(op, mesh, ir)
 
 
-def _inside(operation: Any) -> Iterator[Any]:
+def inside(operation: Any) -> Iterator[Any]:
+    """Yields the operations inside of another that are resharded."""
     for region in operation.regions:
         for block in region.blocks:
             for op in block.operations:
                 # In the body of a `shard_map` nothing is resharded.
                 if op.operation.name != "sdy.manual_computation":
                     yield op.operation
-                    yield from _inside(op.operation)
+                    yield from inside(op.operation)
 
 
 def _match(op: Any, sizes: Mapping[str, int], ir: Any) -> None:
-    splits = [_split_of(value, ir) for value in (*op.operands, *op.results)]
-    texts = [_text_of(value, ir) for value in (*op.results, *op.operands)]
+    splits = [split_of(value, ir) for value in (*op.operands, *op.results)]
+    texts = [text_of(value, ir) for value in (*op.results, *op.operands)]
     mesh = next((text[1] for text in texts if text is not None), None)
     left, right, made = splits
     if mesh is None or left is None or right is None or made is None:
@@ -57,7 +58,7 @@ def _match(op: Any, sizes: Mapping[str, int], ir: Any) -> None:
     groups = _groups(op)
     factors = (
         _factors(op, [len(split) for split in before])
-        if op.name == _PRODUCTS[0]
+        if op.name == PRODUCTS[0]
         else _convolved(op, groups)
     )
     names = dict.fromkeys(axis for split in before for dim in split for axis in dim)
@@ -70,7 +71,7 @@ def _match(op: Any, sizes: Mapping[str, int], ir: Any) -> None:
     ):
         return  # a dim of images is split
     whole = _whole(before, factors, sizes) if groups > 1 else None
-    after: list[_Split] = [[[] for _ in split] for split in before]
+    after: list[Split] = [[[] for _ in split] for split in before]
     for axis in names:
         held = [_factor_with(axis, split, place, factors) for place, split in enumerate(before)]
         chosen = _chosen(held) if whole is None or axis not in whole[1] else whole[0]
@@ -87,12 +88,12 @@ def _match(op: Any, sizes: Mapping[str, int], ir: Any) -> None:
         return
     for place in (0, 1):
         if after[place] != before[place]:
-            op.operands[place] = _resharded(op.operands[place], mesh, after[place], op, ir)
+            op.operands[place] = resharded(op.operands[place], mesh, after[place], op, ir)
     if after[2] != before[2]:
         text = f"#sdy.sharding_per_value<[{_written(mesh, after[2])}]>"
         op.attributes["sdy.sharding"] = ir.Attribute.parse(text, op.context)
         users = [(use.owner, use.operand_number) for use in op.results[0].uses]
-        made_again = _resharded(op.results[0], mesh, before[2], op, ir, after=True)
+        made_again = resharded(op.results[0], mesh, before[2], op, ir, after=True)
         for user, number in users:
             user.operands[number] = made_again
 
@@ -136,7 +137,7 @@ def _convolved(op: Any, groups: int) -> list[dict[int, int]]:
 
 
 def _whole(
-    before: Sequence[_Split], factors: Sequence[Mapping[int, int]], sizes: Mapping[str, int]
+    before: Sequence[Split], factors: Sequence[Mapping[int, int]], sizes: Mapping[str, int]
 ) -> tuple[int, list[str]] | None:
     """Returns the groups of a convolution, and the axes that split them over all devices.
 
@@ -155,7 +156,7 @@ def _holds(place: int, dim: int, factors: Sequence[Mapping[int, int]]) -> bool:
 
 
 def _factor_with(
-    axis: str, split: _Split, place: int, factors: Sequence[Mapping[int, int]]
+    axis: str, split: Split, place: int, factors: Sequence[Mapping[int, int]]
 ) -> int | None:
     for number, factor in enumerate(factors):
         if place in factor and axis in split[factor[place]]:
@@ -173,13 +174,12 @@ def _chosen(held: Sequence[int | None]) -> int | None:
     return made
 
 
-def _written(mesh: str, split: _Split) -> str:
+def _written(mesh: str, split: Split) -> str:
     return f"<{mesh}, [{', '.join('{' + ', '.join(dim) + '}' for dim in split)}]>"
 
 
-def _resharded(
-    value: Any, mesh: str, split: _Split, op: Any, ir: Any, *, after: bool = False
-) -> Any:
+def resharded(value: Any, mesh: str, split: Split, op: Any, ir: Any, *, after: bool = False) -> Any:
+    """Returns a value as it is split otherwise, before an operation or after it."""
     made = ir.Operation.create(
         "sdy.reshard",
         results=[value.type],
@@ -195,7 +195,7 @@ def _resharded(
     return made.results[0]
 
 
-def _text_of(value: Any, ir: Any) -> Any:
+def text_of(value: Any, ir: Any) -> Any:
     """Returns how a value is split, as MLIR writes it; nothing if that is not stated."""
     if isinstance(value.owner, ir.Block):
         owner, number = value.owner.owner.operation, ir.BlockArgument(value).arg_number
@@ -213,9 +213,10 @@ def _text_of(value: Any, ir: Any) -> Any:
     return None
 
 
-def _split_of(value: Any, ir: Any) -> _Split | None:
+def split_of(value: Any, ir: Any) -> Split | None:
+    """Returns how the dims of a value are split; nothing if that is not known."""
     rank = len(ir.RankedTensorType(value.type).shape)
-    found = _text_of(value, ir)
+    found = text_of(value, ir)
     if found is None:
         return [[] for _ in range(rank)]
     split = [_AXIS.findall(dim) for dim in re.findall(r"\{([^}]*)\}", found[2])]

@@ -21,14 +21,21 @@ _REPEATS = _MOVED | {"broadcast_in_dim", "reshape", "convert", "transpose", "sha
 _EFFECTS = {"custom_call_has_side_effect", "send", "recv", "outfeed", "infeed"}
 
 
-def simplified(program: Program) -> Program:
-    """Returns the program without operations that are dead, or done before."""
+def simplified(program: Program, *, gpu: bool = False) -> Program:
+    """Returns the program without operations that are dead, or done before.
+
+    Args:
+        program: the program.
+        gpu: whether a GPU's compiler does so, which moves no gathers out of loops.
+    """
     names: dict[int, int] = {}
     ops = _unrolled(program.ops, names)
     outputs = tuple(names.get(value, value) for value in program.outputs)
     program = dataclasses.replace(program, ops=ops, outputs=outputs)
     ops = _broadcast_last(program, _uniform(_reshaped(program, program.ops), set()))
-    ops = _hoisted(program, _sliced_first(program, ops))
+    ops = _hoisted(
+        program, _sliced_first(program, ops), _HOISTED - {"all-gather"} if gpu else _HOISTED
+    )
     ops = _live(_added_first(program, ops), program.outputs)
     renamed: dict[int, int] = {}
     ops = _summed_first(program, _merged(program, ops, renamed))
@@ -60,14 +67,14 @@ def _unrolled(ops: Sequence[Op], names: dict[int, int]) -> list[Op]:
     return found
 
 
-def _hoisted(program: Program, ops: Sequence[Op]) -> list[Op]:
+def _hoisted(program: Program, ops: Sequence[Op], kinds: Collection[str]) -> list[Op]:
     """Returns the operations with gathers of what a loop does not change in front of the loop."""
     kept: list[Op] = []
     for op in ops:
         if op.kind != "while":
             kept.append(op)
             continue
-        body = _hoisted(program, op.body)
+        body = _hoisted(program, op.body, kinds)
         outer = {
             inside: operand
             for inside, operand, after in zip(op.inside, op.operands, op.after, strict=True)
@@ -77,7 +84,7 @@ def _hoisted(program: Program, ops: Sequence[Op]) -> list[Op]:
         rest: list[Op] = []
         for each in body:
             fixed = not made.intersection(each.operands)
-            if fixed and each.kind in _HOISTED and len(each.results) == 1 and each.operands:
+            if fixed and each.kind in kinds and len(each.results) == 1 and each.operands:
                 made.discard(each.results[0])
                 operands = tuple(outer.get(value, value) for value in each.operands)
                 kept.append(dataclasses.replace(each, operands=operands))
@@ -206,6 +213,8 @@ def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
     shapes = program.shapes
     kept: list[Op] = []
     for op in ops:
+        if op.kind == "while":
+            op = dataclasses.replace(op, body=_added_first(program, op.body))
         gathers = [made.get(value) for value in op.operands[1:]] if op.kind == "scatter" else []
         if len(gathers) != 2 or any(g is None or g.kind != "all-gather" for g in gathers):
             kept.append(op)
@@ -214,15 +223,16 @@ def _added_first(program: Program, ops: Sequence[Op]) -> list[Op]:
         assert indices is not None and updates is not None
         local = shapes[op.results[0]]
         ways = math.prod(size for _, size in op.axes)
-        if not local.dims or local.nbytes * ways >= shapes[updates.results[0]].nbytes:
+        given = sum(shapes[gather.results[0]].nbytes for gather in (indices, updates))
+        if not local.dims or local.nbytes * ways >= given:
             kept.append(op)
             continue
         mine, total = len(shapes), len(shapes) + 1
         shapes[mine] = shapes[total] = dataclasses.replace(
             local, dims=(local.dims[0] * ways, *local.dims[1:])
         )
-        given = (op.operands[0], indices.operands[0], updates.operands[0])
-        kept.append(dataclasses.replace(op, operands=given, results=(mine,), axes=()))
+        own = (op.operands[0], indices.operands[0], updates.operands[0])
+        kept.append(dataclasses.replace(op, operands=own, results=(mine,), axes=()))
         kept.append(
             dataclasses.replace(updates, kind="all-reduce", operands=(mine,), results=(total,))
         )
