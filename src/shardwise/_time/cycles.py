@@ -30,6 +30,8 @@ _START = 1e-6
 # Of the bandwidth above, what the compiler's cycles for fusions without a product amount to
 # (on v5p 1.0 to 1.7 TB/s).
 _STREAMED = 0.5
+# The same for what products of so few rows or columns read, and for what they write (1.4 and 0.6 TB/s).
+_FEW, _READ, _WRITTEN = 512, 0.6, 0.27
 # These only write: the compiler's estimate, 4 to 8 times what memory takes, is of no real kernel.
 _FILLS = ("broadcast", "iota", "pad")
 # The compiler writes the largest integer where it has none, as for sparse cores.
@@ -102,6 +104,11 @@ class TpuPricer:
         wide = 3.0 if left.nbytes > 2 * left.size else 1.0
         seconds = wide * flops / (0.9 * self.clock * PER_CYCLE[self.chips.chip.name] * filled)
         streamed = moved / self.bandwidth
+        sides = [shape.size // max(1, contracted * batch) for shape in (left, right)]
+        if batch == 1 and min(contracted, *sides) <= _FEW:
+            # It takes what it takes to read and write them, as for the keys of a single head.
+            written = min(moved, math.prod(sides) * left.nbytes // max(1, left.size))
+            streamed = ((moved - written) / _READ + written / _WRITTEN) / self.bandwidth
         kind = "memory" if streamed > seconds else "cycles"
         return Price(_START + max(seconds, streamed), kind, moved, flops)
 

@@ -15,7 +15,7 @@ from ..program import Op, Orders, Program, numbers_of
 from .graph import COLLECTIVES, Kernel, captured, levels_of, neighbours
 from .merging import Merger
 from .scattering import ALIASES, scattered
-from .tpu import filters_last, mark_windows, relaid
+from .tpu import filters_last, mark_windows, relaid, sums_last
 
 # Made again wherever they are read.
 _TRANSPARENT = {"constant", "iota", "broadcast_in_dim", "partition_id", "replica_id"}
@@ -69,6 +69,7 @@ class Block:
         if is_ring is not None:
             mark_windows(self.kernels, program.shapes, self.maker, is_ring, devices)
             self.kernels = filters_last(relaid(self.kernels, self.shapes, self.maker))
+            self.kernels = sums_last(self.kernels, self.shapes, self.maker)
 
     def root(self, value: int) -> int:
         """Returns the value whose memory this one shares."""

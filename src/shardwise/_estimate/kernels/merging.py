@@ -189,6 +189,8 @@ class Merger:
         level = levels_of(kernels)
         places: dict[tuple[int, int], list[Kernel]] = defaultdict(list)
         kept = []
+        # On TPUs also both moments of an update, which share a gradient of half their width.
+        part = 2 if self.block.gpu else 3
         for kernel, at in zip(kernels, level, strict=True):
             if kernel.heavy or not kernel.size:
                 kept.append(kernel)
@@ -197,7 +199,7 @@ class Merger:
                 if self.block.gpu and self._sums_alike(kernel, other) is False:
                     continue  # rows are summed in one kernel, columns in another
                 shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
-                if 2 * shared >= sum(kernel.reads.values()) and shared:
+                if part * shared >= sum(kernel.reads.values()) and shared:
                     join(other, kernel, set(), keep=True)
                     break
             else:

@@ -23,3 +23,4 @@ from .windows import RINGS as RINGS
 from .windows import filters_last as filters_last
 from .windows import mark_windows as mark_windows
 from .windows import relaid as relaid
+from .windows import sums_last as sums_last

@@ -20,6 +20,11 @@ from .filters import RELAYOUT, WIDE, cut_of, is_in_parts, is_rarely_used, shares
 # 256; nor for the 4 of one host.
 RINGS = (4, 8, 12, 16, 20, 24, 28, 32)
 PRODUCTS = ("dot_general", "convolution")
+# Sums of at most so many bytes run as one. (Of 4 MiB and 4 MiB beside 8 MiB, only the first do.)
+_TOGETHER = 4 * 2**20
+# How much larger, of products as a whole (seen at 2.2 and more, not at 1.6), and of those in parts (seen
+# at 3.3, not at 2.7).
+_LARGER, _LARGER_IN_PARTS = 2, 3
 # An array is gathered again for a use that is this much nearer to the end of the step.
 _APART = 130
 
@@ -173,6 +178,45 @@ def filters_last(kernels: Sequence[Kernel]) -> list[Kernel]:
         near = [k for value in kernel.writes for k in readers[value]]
         if kernel.op.kind == RELAYOUT and last.issuperset(near):
             last.add(kernel)
+    return [k for k in kernels if k not in last] + [k for k in kernels if k in last]
+
+
+def sums_last(
+    kernels: Sequence[Kernel], shapes: Mapping[int, Shape], maker: Mapping[int, Op]
+) -> list[Kernel]:
+    """Returns the kernels with some gradients of weights, and what needs them, at the end.
+
+    A TPU's compiler combines the sums of small gradients in a loop, where these are not computed in
+    parts. And it computes the gradient of a head after the loop over the layers, if that reads a stack
+    much larger than what the gradient is computed from. What these products read is kept until then.
+    """
+    products = {v: k for k in kernels if k.op.kind in PRODUCTS for v in k.writes}
+    readers: dict[int, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        for value in kernel.reads:
+            readers[value].append(kernel)
+    last: set[Kernel] = set()
+    largest = 0
+    for kernel in reversed(kernels):
+        if kernel.op.kind == "while":
+            # What another loop has stacked.
+            stacks = [v for v in kernel.op.operands if v in maker and maker[v].kind == "while"]
+            largest = max([largest, *(shapes[v].nbytes for v in stacks)])
+        if kernel.op.kind != "reduce-scatter" or not products.keys() >= kernel.reads.keys():
+            continue
+        made = [products[v] for v in kernel.reads]
+        after, todo = {kernel, *made}, [kernel, *made]
+        while todo:
+            near = {k for v in todo.pop().writes for k in readers[v]} - after
+            after |= near
+            todo += near
+        ends = after - {kernel, *made}
+        small = not kernel.windowed and sum(shapes[v].nbytes for v in kernel.reads) <= _TOGETHER
+        stacked = bool(ends) and all(k.op.kind == "dynamic_update_slice" for k in ends)
+        read = sum(shapes[v].nbytes for each in made for v in each.reads)
+        times = _LARGER_IN_PARTS if kernel.windowed else _LARGER
+        if small and stacked or largest > times * read and not any(k.heavy for k in ends):
+            last |= after
     return [k for k in kernels if k not in last] + [k for k in kernels if k in last]
 
 
