@@ -157,6 +157,8 @@ class Costs:
             )
         moved = sum(s.nbytes for s in shapes)
         moved = outside(kernel, Access(moved, out.nbytes), self.near).total
+        if self.machine.gpu is not None and all(s.nbytes == 2 * s.size for s in shapes):
+            shapes, numbers = _aligned(shapes, out.size, numbers)
         price = self.pricer.dot(shapes, numbers, flops, moved)
         if kernel.windowed:
             # Each part reads and writes the whole sum, or its own piece of the result.
@@ -235,3 +237,19 @@ class Costs:
         if target.strip('"') in _STREAMING:
             return price
         return dataclasses.replace(price, kind="unknown", known=False)
+
+
+def _aligned(
+    shapes: list[Shape], made: int, numbers: list[list[int]]
+) -> tuple[list[Shape], list[list[int]]]:
+    """Returns a product as a GPU's compiler pads it, so that rows begin at 16 bytes."""
+    left, right = shapes
+    summed = math.prod(left.dims[d] for d in numbers[0])
+    batch = math.prod(left.dims[d] for d in numbers[2])
+    rows, columns = (shape.size // max(1, summed * batch) for shape in shapes)
+    if not (summed % 8 or rows % 8 or columns % 8) or made != batch * rows * columns:
+        return shapes, numbers
+    summed, rows, columns = (-(-n // 8) * 8 for n in (summed, rows, columns))
+    left = dataclasses.replace(left, dims=(batch, rows, summed))
+    right = dataclasses.replace(right, dims=(batch, summed, columns))
+    return [left, right], [[2], [1], [0]]

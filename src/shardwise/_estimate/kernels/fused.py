@@ -29,6 +29,8 @@ _COSTLY = {"exponential": 8, "tanh": 14, "logistic": 12, "log": 14, "divide": 8,
            "power": 30, "sine": 20, "cosine": 20, "rsqrt": 6, "sqrt": 8}  # fmt: skip
 # What a GPU's compiler computes once, though that takes memory.
 _ONCE = ("tanh", "erf")
+# What takes more operations than this, one after the other, is random.
+_LONG = 60
 
 
 class Block:
@@ -140,10 +142,14 @@ class Block:
                 if op.kind not in ALIASES | _TRANSPARENT:
                     for value in self._behind(operand):
                         users[value] += max(1, users[op.results[0]]) if widened else 1
+        depth: dict[int, int] = defaultdict(int)  # operations, one after the other
         for op in self.ops:
             if op.kind in _HEAVY or op.kind in ("reduce", "dynamic_update_slice"):
                 continue
             cone: dict[int, int] = {}
+            own = 0 if op.kind in ALIASES | _TRANSPARENT else _COSTLY.get(op.kind, 1)
+            longest = max((depth[v] for v in op.operands if v not in self.kept), default=0)
+            depth.update(dict.fromkeys(op.results, own + longest))
             for operand in op.operands:
                 for source, size in self.cone(operand).items():
                     cone[source] = max(cone.get(source, 0), size)
@@ -153,6 +159,8 @@ class Block:
                     cone = {source: min(read, size) for source, read in cone.items()}
                 plain = op.kind not in ALIASES | _TRANSPARENT
                 large = sum(cone.values()) > 1.01 * size or (self.gpu and op.kind in _ONCE)
+                # A mask of random bits takes a byte where they take hundreds of operations.
+                large |= depth[value] > _LONG and self.shapes[value].dtype == "pred"
                 dear = users[value] > 1 and large
                 if plain and (dear or value in self.kept):
                     self.kept.add(value)
