@@ -2,7 +2,7 @@
 
     python benchmarks/estimate_small.py h100:1x8 v5e:2x4    # needs shardwise[gpu,tpu]
 
-The rules for H100s were not changed after these steps were compiled. The rule for arrays beside a
+The rules for "four parts" and "pipeline" on H100 were found with these steps; the rule for arrays beside a
 TPU's cores was found with those of v5e: its rows are a fit.
 """
 
