@@ -4,7 +4,7 @@
     python benchmarks/estimate_others.py table rows.jsonl
 
 The recipes are every second one of the sixth round of `step_time`, with eight times the batch. None was compiled for eight
-devices before the rules of the estimate were frozen (the commit that added the first `estimate_others.jsonl`).
+devices before the rules of the estimate were frozen. (One of their steps on one device each was measured for `step_time`.)
 """
 
 import dataclasses

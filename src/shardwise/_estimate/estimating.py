@@ -29,7 +29,7 @@ def estimate(
     The step of `sw.train_step` is lowered and partitioned by Shardy, the partitioner of both
     compilers: the collectives are those that it inserts. Kernels are grouped as the compilers would
     fuse them, and priced as in `sw.compile(…).time`. It takes a second or two where compiling takes
-    minutes; `sw.compile` has the last word.
+    minutes (more where many layers that are no scan draw random bits); `sw.compile` has the last word.
 
     Args:
         recipe: the recipe; or a model, or a function that builds it, for its forward pass.
