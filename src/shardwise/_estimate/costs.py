@@ -25,6 +25,8 @@ from .program import Op, dims_of, forward_of, numbers_of, written
 _ABSORBED = 0.4
 # Rows that a TPU reads or adds by index: as fast as memory allows, which is twice as fast as its fusions.
 _INDEXED = 0.5
+# What each part of a product takes more in a loop, seen as what steps of small products lacked.
+_PART = 1.5e-6
 # How much slower than a fusion copies of activations are in which images fill the lanes.
 _INTO_LANES, _OUT_OF_LANES, _WIDE_OUT_OF_LANES = 1.5, 2.3, 1.0
 # Custom calls that only move memory.
@@ -165,7 +167,8 @@ class Costs:
             moved = 2 * out.nbytes * (kernel.windowed if kernel.summed else 1)
             moved = int(moved * (LEFT if op.results[0] in self.near else 1.0))
             more = self.pricer.streamed(Access(moved, 0, 0), 1.0).seconds
-            price = dataclasses.replace(price, seconds=price.seconds + 0.8 * more)
+            more = 0.8 * more + (_PART * kernel.windowed if kernel.windowed > 4 else 0.0)
+            price = dataclasses.replace(price, seconds=price.seconds + more)
         return price
 
     def _ragged(self, kernel: Kernel) -> Price:
