@@ -22,9 +22,8 @@ def mark_products(module: Any, ir: Any) -> None:
     for op in [op for op in inside(module.operation) if op.name in PRODUCTS]:
         readers = [use.owner for use in op.results[0].uses]
         # A reshard of `match_products` is part of the product.
-        (first, *more) = readers or [None]
-        part = first is not None and not more and first.name == "sdy.reshard"
-        split = split_of(first.results[0] if part else op.results[0], ir)
+        reshards = len(readers) == 1 and readers[0].name == "sdy.reshard"
+        split = split_of(readers[0].results[0] if reshards else op.results[0], ir)
         if split is not None:
             op.attributes[_MADE] = ir.StringAttr.get(str(split), op.context)
 
