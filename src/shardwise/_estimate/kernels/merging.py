@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ..program import Op, dims_of
@@ -94,22 +95,16 @@ class Merger:
         owner = makers_of(kernels)
         gone: set[Kernel] = set()
         for kernel in kernels:
-            source = self.block.root(kernel.op.operands[0]) if kernel.op.kind == "gather" else -1
-            if source not in owner or _FEW * kernel.writes[
-                kernel.op.results[0]
-            ] > self.block.nbytes(source):
+            if kernel.op.kind != "gather":
                 continue
-            for other in kernels:
-                if (
-                    not other.heavy
-                    and source in other.reads
-                    and not waits_for(other.reads, kernel, owner)
-                    and not waits_for(kernel.reads, other, owner)
-                ):
-                    join(other, kernel, set(), keep=True)
-                    owner |= dict.fromkeys(kernel.writes, other)
+            source, few = (
+                self.block.root(kernel.op.operands[0]),
+                kernel.writes[kernel.op.results[0]],
+            )
+            if source in owner and _FEW * few <= self.block.nbytes(source):
+                near = (k for k in kernels if not k.heavy and source in k.reads)
+                if _join_first(kernel, near, owner):
                     gone.add(kernel)
-                    break
         return [kernel for kernel in kernels if kernel not in gone]
 
     def _columns(self, kernels: list[Kernel]) -> list[Kernel]:
@@ -119,20 +114,14 @@ class Merger:
         for kernel in kernels:
             if kernel.op.kind != "reduce" or not kernel.size or self._by_row(kernel.op):
                 continue
-            for other in kernels:
-                if other.heavy or other.size != kernel.size or other.op.kind == "reduce":
-                    continue
-                shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
-                if (
-                    2 * shared >= sum(kernel.reads.values())
-                    and shared
-                    and not waits_for(other.reads, kernel, owner)
-                    and not waits_for(kernel.reads, other, owner)
-                ):
-                    join(other, kernel, set(), keep=True)
-                    owner |= dict.fromkeys(kernel.writes, other)
-                    gone.add(kernel)
-                    break
+            near = (
+                other
+                for other in kernels
+                if not other.heavy and other.size == kernel.size and other.op.kind != "reduce"
+                if 0 < sum(kernel.reads.values()) <= 2 * _shared(kernel, other)
+            )
+            if _join_first(kernel, near, owner):
+                gone.add(kernel)
         return [kernel for kernel in kernels if kernel not in gone]
 
     def _rows(self, kernels: list[Kernel]) -> list[Kernel]:
@@ -198,7 +187,7 @@ class Merger:
             for other in places[at, kernel.size]:
                 if self.block.gpu and self._sums_alike(kernel, other) is False:
                     continue  # rows are summed in one kernel, columns in another
-                shared = sum(n for v, n in kernel.reads.items() if v in other.reads)
+                shared = _shared(kernel, other)
                 if part * shared >= sum(kernel.reads.values()) and shared:
                     join(other, kernel, set(), keep=True)
                     break
@@ -212,3 +201,18 @@ class Merger:
         if kernel.op.kind != "reduce" or other.op.kind != "reduce":
             return None
         return self._by_row(kernel.op) == self._by_row(other.op)
+
+
+def _join_first(kernel: Kernel, others: Iterable[Kernel], owner: dict[int, Kernel]) -> bool:
+    """Joins a kernel to the first other one if neither waits for the other; returns whether it did."""
+    for other in others:
+        if not waits_for(other.reads, kernel, owner) and not waits_for(kernel.reads, other, owner):
+            join(other, kernel, set(), keep=True)
+            owner.update(dict.fromkeys(kernel.writes, other))
+            return True
+    return False
+
+
+def _shared(kernel: Kernel, other: Kernel) -> int:
+    """Returns the bytes that a kernel reads and another one too."""
+    return sum(size for value, size in kernel.reads.items() if value in other.reads)
